@@ -9,7 +9,6 @@ import io
 import itertools
 import json
 import os
-import runpy
 import shlex
 import shutil
 import sys
@@ -27,17 +26,16 @@ from zero_topo.config import ZeroTopoConfig, load_deepspeed_config
 from zero_topo.examples.train_gpt import parse_arguments
 
 OF_ZERO_TOPO = starting("zero-topo ")
-OF_DEEPSPEED = starting("deepspeed ")
 OF_BENCHMARKS = starting("python -m benchmarks ")
 OF_PYTHON = starting("python -m zero_topo.")
 OF_MAKE = starting("make ")
 OF_PIP = starting("pip ")
-TINY = "--layers 1 --width 32 --context 16 --steps 2 --eval-batches 1 --sample 5"
+TINY = "--layers 1 --width 32 --context 16 --steps 2"
 
 
 def test_every_command_is_of_a_kind_that_is_run() -> None:
     """A command in a shell block that none of the tests below would run does not slip in."""
-    known = {*OF_ZERO_TOPO, *OF_BENCHMARKS, *OF_MAKE, *OF_DEEPSPEED, *OF_PYTHON, *OF_PIP}
+    known = {*OF_ZERO_TOPO, *OF_BENCHMARKS, *OF_MAKE, *OF_PYTHON, *OF_PIP}
     assert known and set(commands()) == known
     assert {"make demo", "make test"} <= set(OF_MAKE)
     assert len(OF_PIP) == 2  # run by test_packaging.py
@@ -98,30 +96,6 @@ def test_zero_topo_commands_run(line: str, monkeypatch: pytest.MonkeyPatch, tmp_
         )
         assert program(shlex.split(line)[words:]) == 0
     assert len(out.getvalue().splitlines()) > (0 if "--dry-run" in line else 5)
-
-
-def program_of(line: str) -> tuple[str, list[str]]:
-    """The program that a line of the launcher starts on eight ranks, and its options."""
-    program, *words = shlex.split(line)[shlex.split(line).index("8") + 1 :]
-    return program, [word for word in words if word.startswith("--")]
-
-
-@pytest.mark.parametrize("program", sorted({program_of(line)[0] for line in OF_DEEPSPEED}))
-def test_the_launchers_lines_give_options_that_the_example_has(
-    program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """What they train is trained by ``test_trainers.py``, with the same functions."""
-    options = {
-        option
-        for line in OF_DEEPSPEED
-        if program_of(line)[0] == program
-        for option in program_of(line)[1]
-    }
-    monkeypatch.setattr(sys, "argv", [program, "--help"])
-    with pytest.raises(SystemExit):
-        runpy.run_path(str(ROOT / program), run_name="__main__")
-    said = capsys.readouterr().out
-    assert options and all(option in said for option in options)
 
 
 @pytest.mark.parametrize("line", OF_PYTHON)

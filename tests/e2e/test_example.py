@@ -25,10 +25,6 @@ SMALL = [
     "32",
     "--context",
     "16",
-    "--eval-batches",
-    "1",
-    "--sample",
-    "20",
     "--warmup",
     "2",
 ]
@@ -60,8 +56,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Launch, Launch
     first = [
         "--steps",
         "6",
-        "--eval-every",
-        "3",
         "--save",
         str(folder / "saved"),
         "--run-dir",
@@ -82,7 +76,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Launch, Launch
 
 
 def test_the_example_learns_and_writes_its_report(runs: tuple[Path, Launch, Launch]) -> None:
-    """Loss falls, text is sampled, and the report's files lie in the run's folder."""
+    """Loss falls, and the report's files lie in the run's folder."""
     folder, topo, _ = runs
     assert topo.returncode == 0, topo.tails()
     report = json.loads((folder / "topo" / "report.json").read_text())
@@ -92,10 +86,9 @@ def test_the_example_learns_and_writes_its_report(runs: tuple[Path, Launch, Laun
     assert names == {"metrics.jsonl", "report.json", "report.html"} | pictures
     log = topo.log(0)
     assert (
-        "--- the model writes\ndef " in log
-        and "Sent by each rank" in log
+        "Sent by each rank" in log
         and "Between nodes: a rank sends" in log
-        and re.search(r"step 3/6  loss [\d.]+  evaluation [\d.]+", log)
+        and re.search(r"step 3/6  loss [\d.]+ ", log)
     )
 
 
@@ -118,8 +111,7 @@ def test_a_run_says_what_was_chosen_for_it(runs: tuple[Path, Launch, Launch]) ->
 
 
 def test_every_rank_sent_and_holds_what_the_formulas_say(runs: tuple[Path, Launch, Launch]) -> None:
-    """With two micro-batches per step and evaluations between, the last step's bytes are the
-    formula's everywhere.
+    """With two micro-batches per step, the last step's bytes are the formula's everywhere.
 
     Those of codes are rank 0's: their changes have a size in each group.
     """

@@ -55,7 +55,7 @@ def test_leave_waits_for_an_asynchronous_checkpoint(tmp_path: Path) -> None:
 
 def trained(ranks: int, *words: str) -> list[float]:
     """The losses that the example prints."""
-    printed = launched(ranks, EXAMPLE, *words, "--layers", "1", "--data", "LICENSE")
+    printed = launched(ranks, EXAMPLE, *words, "--data", "LICENSE")
     return [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", printed)]
 
 

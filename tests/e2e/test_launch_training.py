@@ -28,10 +28,6 @@ SMALL = [
     "32",
     "--context",
     "16",
-    "--eval-batches",
-    "1",
-    "--sample",
-    "0",
     "--warmup",
     "2",
 ]

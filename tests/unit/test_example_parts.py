@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -132,14 +130,13 @@ def test_ranks_of_different_speed_agree_on_the_number_of_steps() -> None:
     """Rank 0's clock decides, and a run that is too slow for its time takes one step more."""
 
     def rank_main(rank: int) -> list[int]:
-        run: Any = SimpleNamespace(
-            args=SimpleNamespace(seconds=60.0), engine=SimpleNamespace(device=torch.device("cpu"))
-        )
-        times = [(10.0, 1.0 + rank), (60.0, 5.0 - rank)]
-        return [train_gpt.steps_that_fit(run, 10, *each) for each in times]
+        slow = 1 + rank
+        cpu = torch.device("cpu")
+        # The first step of three takes 5 s, each other one a second
+        times_s = [100.0, 105.0, 105.0 + slow, 105.0 + 2 * slow]
+        return [train_gpt.steps_that_fit(times_s, seconds, cpu) for seconds in (60.0, 6.0)]
 
-    # 54 s of 60 are for steps, of which 10 are over
-    assert run_threads(2, rank_main) == [[54, 11], [54, 11]]
+    assert run_threads(2, rank_main) == [[56, 4], [56, 4]]
 
 
 def test_arguments_are_deepspeeds_own() -> None:

@@ -97,18 +97,3 @@ class GPT(nn.Module):
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-
-
-@torch.no_grad()
-def sample(
-    model: GPT, prompt: bytes, length: int, seed: int = 0, temperature: float = 0.8
-) -> bytes:
-    """Continue `prompt` by `length` bytes; the same seed gives the same text on every rank."""
-    device = model.lm_head.weight.device
-    generator = torch.Generator(device="cpu").manual_seed(seed)
-    tokens = torch.tensor(list(prompt), dtype=torch.long, device=device)[None]
-    for _ in range(length):
-        logits = model(tokens[:, -model.context :])[0, -1].float().cpu()
-        choice = torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator)
-        tokens = torch.cat([tokens, choice.to(device)[None]], dim=1)
-    return bytes(tokens[0].tolist())

@@ -25,18 +25,16 @@ from zero_topo.examples.data import Corpus, batch
 from zero_topo.examples.gpt import GPT
 from zero_topo.examples.process import behave
 
+LAYERS = 2
+WIDTH = 64
+CONTEXT = 32
+MICRO_BATCHES = 2  # of an optimizer step
+
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description="Train a small GPT on FSDP2.")
     parser.add_argument("--steps", type=int, default=30, help="optimizer steps")
-    parser.add_argument(
-        "--micro-batches", type=int, default=2, help="forward and backward passes of a step"
-    )
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--context", type=int, default=32)
-    parser.add_argument("--scheme", default="topo", help="of the zero_topo block")
     parser.add_argument(
         "--q4", action="store_true", help="send gradients and weights between nodes in INT4"
     )
@@ -49,7 +47,7 @@ def arguments() -> argparse.Namespace:
 
 def block_of(args: argparse.Namespace) -> dict[str, Any]:
     """The ``zero_topo`` block: which ranks share what, and what is quantized."""
-    block: dict[str, Any] = {"scheme": args.scheme}
+    block: dict[str, Any] = {"scheme": "topo"}
     if args.q4:
         block["sync"] = {"mode": "quantized", "bits": 4}
         block["publish"] = {"delta": "int4"}
@@ -65,9 +63,8 @@ def main() -> None:
     args = arguments()
     behave()
     dist.init_process_group()
-    rank = dist.get_rank()
     torch.manual_seed(0)  # every rank begins with the same weights
-    model: Any = GPT(args.layers, args.width, args.width // 16, args.context)
+    model: Any = GPT(LAYERS, WIDTH, context=CONTEXT)
     topo.fully_shard(model, block_of(args))
     optimizer = topo.shard_optimizer(torch.optim.AdamW, model, lr=3e-3)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5))
@@ -75,25 +72,23 @@ def main() -> None:
         weights, states = get_state_dict(model, optimizer)
         dcp.load({"model": weights, "optimizer": states}, checkpoint_id=args.checkpoint)
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
-    corpus = Corpus.load(args.data, args.context)
+    corpus = Corpus.load(args.data, CONTEXT)
     for step in range(args.steps):
         total = torch.zeros(())
-        for number in range(args.micro_batches):
-            place = step * args.micro_batches + number
-            tokens, targets = batch(corpus.train, (4, args.context), 0, place, rank)
+        for number in range(MICRO_BATCHES):
+            place = step * MICRO_BATCHES + number
+            tokens, targets = batch(corpus.train, (4, CONTEXT), 0, place, dist.get_rank())
             # FSDP2's own call: gradients cross nodes in the last backward pass of a step alone.
-            model.set_is_last_backward(number == args.micro_batches - 1)
-            loss = model(tokens, targets) / args.micro_batches
+            model.set_is_last_backward(number == MICRO_BATCHES - 1)
+            loss = model(tokens, targets) / MICRO_BATCHES
             loss.backward()
             total += loss.detach()
         norm = optimizer.clip_grad_norm_(1.0)
         optimizer.step()
         schedule.step()
         dist.all_reduce(total)
-        print(
-            f"step {step + 1}: loss {float(total) / dist.get_world_size():.4f}, gradient norm "
-            f"{float(norm):.3f}"
-        )
+        mean = float(total) / dist.get_world_size()
+        print(f"step {step + 1}: loss {mean:.4f}, gradient norm {float(norm):.3f}")
     print(topo.stats(optimizer))
     if args.checkpoint is not None:
         weights, states = get_state_dict(model, optimizer)

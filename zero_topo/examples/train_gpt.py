@@ -1,13 +1,11 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Train a byte-level GPT under ZeRO-3, laid out over the machine as the JSON's "zero_topo" block
-says.
+"""Train a byte-level GPT with DeepSpeed ZeRO-3, sharded as the JSON's "zero_topo" block says.
 
     deepspeed --no_local_rank --num_accelerators 8 zero_topo/examples/train_gpt.py
     --deepspeed_config configs/demo.json
 
-To zero_topo belong the import and the report at the end; all else is plain DeepSpeed, and a JSON
-without the block trains with stock ZeRO-3. In order: arguments, data, engine, steps, evaluation, a
-sample of text, the report.
+Only ``import zero_topo``, the report and ``leave()`` are zero_topo's; all else is plain DeepSpeed.
+A JSON without the block trains with unmodified ZeRO-3.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ import torch.distributed as dist
 import zero_topo
 from zero_topo.config import load_deepspeed_config
 from zero_topo.examples.data import Corpus, batch
-from zero_topo.examples.gpt import GPT, sample
+from zero_topo.examples.gpt import GPT
 from zero_topo.examples.process import behave
 from zero_topo.observe.runlog import log_evaluation, log_step, new_run_folder
 from zero_topo.observe.tables import render
@@ -35,51 +33,32 @@ from zero_topo.units import format_seconds
 
 LINES = 12  # of progress, about this many, where the output is no terminal
 BAR = 20  # characters of the bar on a terminal
-FOR_STEPS = 0.9  # of --seconds: evaluations take about a tenth
-PROMPT = b"def "
-EVALUATION_SEED = 1_000_000  # evaluation draws the same windows every time
+EVALUATION_SEED = 1_000_000  # every evaluation draws the same windows
+EVALUATION_BATCHES = 4
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line; `--deepspeed_config` and `--local_rank` are DeepSpeed's own."""
     parser = argparse.ArgumentParser(description="Train a byte-level GPT on source code.")
-    parser.add_argument(
-        "--data", type=Path, help="text file or folder; default: Python's standard library"
-    )
+    add = parser.add_argument
+    add("--data", type=Path, help="text file or folder; default: Python's standard library")
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", type=int, default=150, help="optimizer steps (default 150)")
     length.add_argument(
         "--seconds", type=float, help="train as many steps as fit, by the time of the warm-up's"
     )
-    parser.add_argument(
-        "--warmup", type=int, default=10, help="steps until the full learning rate (default 10)"
-    )
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--context", type=int, default=64, help="bytes the model sees (default 64)")
-    parser.add_argument(
-        "--eval-every", type=int, default=25, help="steps between evaluations (default 25)"
-    )
-    parser.add_argument(
-        "--eval-batches", type=int, default=4, help="micro-batches of each evaluation (default 4)"
-    )
-    parser.add_argument(
-        "--sample", type=int, default=200, help="bytes of text to write at the end, 0 for none"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save", type=Path, help="folder for a checkpoint at the end")
-    parser.add_argument("--resume", type=Path, help="folder of the checkpoint to go on from")
-    parser.add_argument(
-        "--run-dir", type=Path, help="folder for the report (default runs/<config>-<time>)"
-    )
-    parser.add_argument(
-        "--local_rank", "--local-rank", type=int, default=-1, help=argparse.SUPPRESS
-    )
+    add("--warmup", type=int, default=10, help="steps until the full learning rate (default 10)")
+    add("--layers", type=int, default=4)
+    add("--width", type=int, default=256)
+    add("--context", type=int, default=64, help="bytes the model sees (default 64)")
+    add("--seed", type=int, default=0)
+    add("--save", type=Path, help="folder for a checkpoint at the end")
+    add("--resume", type=Path, help="folder of the checkpoint to go on from")
+    add("--run-dir", type=Path, help="folder for the report (default runs/<config>-<time>)")
+    add("--local_rank", "--local-rank", type=int, default=-1, help=argparse.SUPPRESS)
     args = deepspeed.add_config_arguments(parser).parse_args(argv)
     if args.deepspeed_config is None:
-        parser.error(
-            "--deepspeed_config is missing: give a DeepSpeed JSON such as configs/demo.json"
-        )
+        parser.error("give a DeepSpeed JSON: --deepspeed_config configs/demo.json")
     if args.seconds is not None:
         if args.warmup < 2 or args.resume is not None:
             parser.error(
@@ -94,24 +73,23 @@ class Run:
     """The objects that the parts of a run share."""
 
     args: argparse.Namespace
-    config: dict[str, Any]
     corpus: Corpus
     engine: Any
-    rank: int
-    world: int
 
-    def micro_batch(
-        self, text: torch.Tensor, seed: int, number: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return this rank's micro-batch with the given number, on the engine's device."""
-        shape = (self.engine.train_micro_batch_size_per_gpu(), self.args.context)
-        tokens, targets = batch(text, shape, seed, number, self.rank)
-        return tokens.to(self.engine.device), targets.to(self.engine.device)
+    def loss(self, text: torch.Tensor, seed: int, number: int) -> torch.Tensor:
+        """Return the loss of this rank's micro-batch with the given number."""
+        shape = self.engine.train_micro_batch_size_per_gpu(), self.args.context
+        tokens, targets = batch(text, shape, seed, number, dist.get_rank())
+        loss: torch.Tensor = self.engine(
+            tokens.to(self.engine.device), targets.to(self.engine.device)
+        )
+        return loss
 
-    def mean(self, value: torch.Tensor) -> float:
-        """Mean of a scalar over ranks."""
-        dist.all_reduce(total := value.detach().float().clone())
-        return total.item() / self.world
+    def mean(self, losses: list[torch.Tensor]) -> float:
+        """Return the mean of losses over ranks."""
+        total = torch.stack(losses).float().mean()
+        dist.all_reduce(total)
+        return total.item() / dist.get_world_size()
 
 
 def start(args: argparse.Namespace) -> Run:
@@ -132,7 +110,7 @@ def start(args: argparse.Namespace) -> Run:
             optimizer, lambda step: warm_up_and_cosine(args.steps, args.warmup, step)
         ),
     )
-    return Run(args, config, corpus, engine, dist.get_rank(), dist.get_world_size())
+    return Run(args, corpus, engine)
 
 
 def warm_up_and_cosine(steps: float, warmup: int, step: int) -> float:
@@ -148,52 +126,47 @@ def train(run: Run, log: Path | None, first: int) -> None:
     args = run.args
     engine = run.engine
     accumulation = engine.gradient_accumulation_steps()
-    start_s = time.perf_counter()
-    first_s = 0.0
-    evaluated = ""
+    times_s = [time.perf_counter()]
     step = first
     while step < args.steps:
-        began = time.perf_counter()
         losses = []
         for number in range(step * accumulation, (step + 1) * accumulation):
-            loss = engine(*run.micro_batch(run.corpus.train, args.seed, number))
+            loss = run.loss(run.corpus.train, args.seed, number)
             engine.backward(loss)
             engine.step()
             losses.append(loss.detach())
-        mean = run.mean(torch.stack(losses).mean())
-        seconds = time.perf_counter() - began
+        mean = run.mean(losses)
         step += 1
-        stats = zero_topo.stats(engine) if "zero_topo" in run.config else None
-        pace = {} if stats is None else stats.pace
-        log_step(log, step, mean, engine.get_lr()[0], seconds, stats and stats.step_bytes, pace)
-        if step == first + 1:
-            first_s = time.perf_counter() - start_s
+        times_s.append(time.perf_counter())
+        stats = zero_topo.stats(engine) if "zero_topo" in engine.config else None
+        sent = stats and stats.step_bytes
+        pace = stats.pace if stats else {}
+        log_step(log, step, mean, engine.get_lr()[0], times_s[-1] - times_s[-2], sent, pace)
         if step == args.warmup and args.seconds is not None:
-            spent_s = time.perf_counter() - start_s
-            args.steps = steps_that_fit(run, step, spent_s, (spent_s - first_s) / (step - 1))
-        # An evaluation's bytes count toward the step after it, and the report shows the last step
-        if step % args.eval_every == 0 and step < args.steps - 1:
-            evaluated = f"evaluation {log_evaluation(log, step, evaluate(run)):.3f}"
-        spent = format_seconds(time.perf_counter() - start_s)
-        show_progress(first, step, args.steps, [f"loss {mean:.3f}", evaluated, spent])
+            args.steps = steps_that_fit(times_s, args.seconds, engine.device)
+        words = f"loss {mean:.3f}  {format_seconds(times_s[-1] - times_s[0])}"
+        show_progress(first, step, args.steps, words)
 
 
-def steps_that_fit(run: Run, step: int, spent_s: float, step_s: float) -> int:
-    """Return the optimizer steps of a run of `--seconds`, at least one more than there were.
+def steps_that_fit(times_s: list[float], seconds: float, device: torch.device) -> int:
+    """Return the optimizer steps of a run of so many seconds, at least one more than there were.
 
     Args:
-        run: the run.
-        step: steps so far.
-        spent_s: seconds so far.
-        step_s: seconds of a step. Clocks differ: rank 0's measurement decides for all ranks.
+        times_s: when the run began, and when each step ended. The first step takes longer than
+            others. Clocks differ: those of rank 0 decide for all ranks.
+        seconds: of the whole run.
+        device: of the ranks' messages.
     """
-    more = int((FOR_STEPS * run.args.seconds - spent_s) / step_s)
-    decided = torch.tensor(step + max(1, more), device=run.engine.device)
+    begin_s, first_s, *_, last_s = times_s
+    steps = len(times_s) - 1
+    step_s = (last_s - first_s) / (steps - 1)
+    more = int((seconds - (last_s - begin_s)) / step_s)
+    decided = torch.tensor(steps + max(1, more), device=device)
     dist.broadcast(decided, src=0)
     return int(decided)
 
 
-def show_progress(first: int, step: int, total: float, words: list[str]) -> None:
+def show_progress(first: int, step: int, total: float, words: str) -> None:
     """Redraw a bar on a terminal; elsewhere print a line after some of the steps.
 
     Args:
@@ -203,7 +176,7 @@ def show_progress(first: int, step: int, total: float, words: list[str]) -> None
         words: what to show next to it.
     """
     known = math.isfinite(total)
-    line = "  ".join(filter(None, [f"step {step}/{total if known else '?'}", *words]))
+    line = f"step {step}/{total if known else '?'}  {words}"
     if sys.stdout.isatty():
         bar = "#" * int(BAR * step / total)
         end = "\n" if step == total else ""
@@ -218,36 +191,14 @@ def show_progress(first: int, step: int, total: float, words: list[str]) -> None
 def evaluate(run: Run) -> float:
     """Mean loss in nats per byte over ranks, on text the training never sees."""
     run.engine.eval()
-    data = (
-        run.micro_batch(run.corpus.evaluation, EVALUATION_SEED, i)
-        for i in range(run.args.eval_batches)
-    )
-    losses = [run.engine(*pair) for pair in data]
+    text = run.corpus.evaluation
+    losses = [run.loss(text, EVALUATION_SEED, number) for number in range(EVALUATION_BATCHES)]
     run.engine.train()
-    return run.mean(torch.stack(losses).mean())
-
-
-def write_sample(run: Run) -> None:
-    """Rank 0 copies the gathered weights into a plain model and lets it write; the other ranks help
-    to gather.
-    """
-    model = run.engine.module
-    args = run.args
-    with deepspeed.zero.GatheredParameters(list(model.parameters())):
-        weights = (
-            {name: value.float().cpu() for name, value in model.state_dict().items()}
-            if run.rank == 0
-            else None
-        )
-    if weights is not None:
-        plain = GPT(args.layers, args.width, context=args.context)
-        plain.load_state_dict(weights)
-        text = sample(plain, PROMPT, args.sample, args.seed).decode("utf-8", errors="replace")
-        print(f"\n--- the model writes\n{text}\n---\n")
+    return run.mean(losses)
 
 
 def main() -> None:
-    """Build the model and the engine, train, evaluate, and save."""
+    """Build the model and the engine, train, evaluate, save and report."""
     behave()
     args = parse_arguments()
     try:
@@ -257,28 +208,22 @@ def main() -> None:
     first = 0
     if args.resume is not None:
         path, client = run.engine.load_checkpoint(args.resume)
-        if path is None:
+        if path is None or client["step"] >= args.steps:
             sys.exit(
-                f"train_gpt: --resume {args.resume} holds no checkpoint: give the folder that "
-                "--save wrote"
+                f"train_gpt: --resume {args.resume} has no checkpoint of fewer than {args.steps} "
+                "steps: give the folder that --save wrote, and more --steps"
             )
         first = client["step"]
-        if first >= args.steps:
-            sys.exit(
-                f"train_gpt: --resume {args.resume} has {first} steps behind it: give --steps more "
-                "than that"
-            )
     folder = args.run_dir or new_run_folder(Path(args.deepspeed_config).stem)
-    log = folder if run.rank == 0 else None
+    log = folder if dist.get_rank() == 0 else None
     train(run, log, first)
-    log_evaluation(log, args.steps, evaluate(run))
-    if args.sample:
-        write_sample(run)
     if args.save is not None:
         run.engine.save_checkpoint(args.save, client_state={"step": args.steps})
+    log_evaluation(log, args.steps, evaluate(run))
     title = f"Byte-level GPT, {len(run.corpus.train):,} bytes of text"
     zero_topo.report(run.engine, folder, title, vars(args))
-    print(render(folder) if run.rank == 0 else "")
+    if log:
+        print(render(log))
     zero_topo.leave()
 
 

@@ -1,26 +1,23 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """Watches a run: if it hangs, the ranks log which ranks do not answer, and where the others wait.
 
-A run without progress
-    If one rank is stopped, cut off or busy elsewhere, the others wait in a collective until the
-    backend's timeout, half an hour by default, and then all fail with one error. Each rank
-    therefore has a thread that polls the position of its own main thread. If that has not moved for
-    long, the thread posts a question in the store of torch's rendezvous. The threads of all ranks
-    answer, also on ranks that compute, and one of them writes the verdict for all. While a run
-    moves, each poll costs one query of the store; the more ranks there are, the more rarely each
-    polls. If a rank dies and the backend notices, its neighbours fail at once, with an error that
-    names no rank. A process that ends with an error therefore records it in the store. If the error
-    may come from another rank, the process queries the others before it ends. Ranks on the node of
-    a dead rank cannot: their launcher kills them first. A rank whose script ends normally records
-    that too. The store ends with the process of rank 0, so rank 0 waits until the threads of all
-    others have read its record; they continue to watch without a store.
+If one rank is stopped, cut off or busy elsewhere, the others wait in a collective until the
+backend's timeout, half an hour by default, and then all fail with one error. Each rank therefore
+has a thread that polls the position of its own main thread. If that has not moved for long, the
+thread posts a question in the store of torch's rendezvous. The threads of all ranks answer, also on
+ranks that compute, and one of them writes the verdict for all. While a run moves, each poll costs
+one query of the store; the more ranks there are, the more rarely each polls.
+
+If a rank dies and the backend notices, its neighbours fail at once, with an error that names no
+rank. A process that ends therefore records in the store how. If its error may come from another
+rank, it queries the others before it ends. The store ends with the process of rank 0; the other
+ranks then watch their own progress alone.
 """
 
 from __future__ import annotations
 
 import atexit
 import logging
-import math
 import os
 import re
 import socket
@@ -53,12 +50,9 @@ died since.
 """
 FAILS = "the run fails"
 STORE = "rank 0, which holds the store in which the ranks met,"
+IN_ORDER = "its script came to its end"
 SLACK_S = 10.0
 """Seconds of allowance for a busy machine."""
-IN_ORDER = "its script came to its end"
-STORE_ENDS = "store ends"
-HEARD = "heard"
-"""Keys of the store: rank 0 ends normally; how many ranks have read that or ended before."""
 MOST_NAMED = 4
 """The most ranks, and the most positions, that a message names."""
 MOST_OF_ERROR = 120
@@ -69,6 +63,32 @@ Position = tuple[str, tuple[object, ...]]
 """The position of a rank: words for the user, and values that change whenever the rank makes
 progress.
 """
+
+
+class Progress:
+    """Times how long a position has not changed.
+
+    Args:
+        position: returns the position.
+    """
+
+    def __init__(self, position: Callable[[], Position]) -> None:
+        self._position = position
+        self._seen: tuple[object, ...] = ()
+        self._since = 0.0
+        self.words = ""
+
+    def still_s(self) -> float:
+        """Return the seconds since the last change that a call has seen; 0 if this call sees one.
+
+        ``words`` then describes the position.
+        """
+        self.words, found = self._position()
+        now = time.monotonic()
+        if found != self._seen:
+            self._seen = found
+            self._since = now
+        return now - self._since
 
 
 class Watch:
@@ -94,33 +114,29 @@ class Watch:
     ) -> None:
         self._rank, self._ranks, host = placement
         turn = store.add(f"zero_topo/watched by {self._rank}", 1)
-        self._given: dist.Store | None = (
-            store  # on rank 0 this object serves all clients, so it must stay alive
-        )
+        # On rank 0 this object serves all clients, so it must stay alive
+        self._given: dist.Store | None = store
         # A client serves one thread at a time, and the main thread may block in its own. Torch 2.6
         # has no clone.
         own = store.clone() if hasattr(store, "clone") else store
         self._store = dist.PrefixStore(f"zero_topo/watch {turn}", own)
         self._store.set(f"host {self._rank}", host)
-        self._position = position
+        self._progress = Progress(position)
         self._say = say
         self._still_s = still_s
         self._poll_s = poll_s(self._ranks, still_s, most_poll_s)
         self._answer_s = 2 * self._poll_s  # within which every live rank has polled
+        # Of an error: its text, and whether another rank may have caused it
         self._error = ""
         self._asks = False
+        self._asking_since = 0.0  # 0: no query is under way
         self._woken = threading.Event()
         self._closed = threading.Event()
-        if self._rank == 0:
-            atexit.register(self._end_store)
-        atexit.register(self.ended)  # the last registered is the first called
-        self._asking_since = 0.0
-        self._alone = False  # whether the store has ended normally
+        atexit.register(self.ended)
         self._thread = threading.Thread(target=self._run, name="zero_topo watch", daemon=True)
         self._thread.start()
-        threading.Thread(
-            target=self._guard, name="zero_topo watch of the store", daemon=True
-        ).start()
+        guard = threading.Thread(target=self._guard, name="zero_topo store watch", daemon=True)
+        guard.start()
 
     def close(self) -> None:
         """End the thread; record in the store that this rank left normally, or the error that is
@@ -133,33 +149,13 @@ class Watch:
         self._given = None  # else a later init_process_group would find the old keys
 
     def _leave(self, key: str, word: str) -> None:
-        """End the thread, and record ``word`` in the store unless an error or an earlier end is
-        recorded.
-        """
-        if not (self._error or self._alone or self._closed.is_set()):
+        """End the thread, and record ``word`` in the store unless an error is recorded."""
+        if not self._error:
             with suppress(RuntimeError):  # the store ended with its rank
                 self._store.set(key, word)
-                self._store.add(HEARD, 1)
         self._closed.set()
         self._woken.set()
         self._thread.join(self._most_s)
-
-    def _end_store(self) -> None:
-        """Announce that the process of rank 0 ends normally, and wait until the other ranks have
-        read that.
-        """
-        gone = self._given is None and not dist.is_initialized()
-        if gone or getattr(sys, "last_value", None) is not None:
-            return
-        with suppress(RuntimeError):
-            self._store.set(STORE_ENDS, "")
-            turn = 0
-            while self._store.check([f"asked {turn}"]):
-                turn += 1
-            self._store.set(f"asked {turn}", "")  # the key that all ranks poll
-            end = time.monotonic() + 2 * self._answer_s
-            while self._store.add(HEARD, 0) < self._ranks and time.monotonic() < end:
-                time.sleep(0.02)
 
     @property
     def _most_s(self) -> float:
@@ -175,14 +171,12 @@ class Watch:
         error = error or getattr(sys, "last_value", None)
         if error is None:
             return self._leave(f"ended {self._rank}", IN_ORDER)
-        said = " ".join([type(error).__name__ + ":", *str(error).split()])
-        notes = "".join(f", {note}" for note in getattr(error, "__notes__", ())).replace(
-            "zero_topo: ", ""
-        )
-        self._error = f"ended by {said[:MOST_OF_ERROR]}{notes[:MOST_OF_ERROR]}"
-        self._asks = isinstance(error, RuntimeError) and not isinstance(
-            error, torch.OutOfMemoryError
-        )
+        text = " ".join([type(error).__name__ + ":", *str(error).split()])
+        notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
+        notes = notes.replace("zero_topo: ", "")
+        self._error = f"ended by {text[:MOST_OF_ERROR]}{notes[:MOST_OF_ERROR]}"
+        out_of_memory = isinstance(error, torch.OutOfMemoryError)
+        self._asks = isinstance(error, RuntimeError) and not out_of_memory
         self._woken.set()
         self._thread.join(self._most_s)
 
@@ -192,7 +186,8 @@ class Watch:
         """
         most_s = self._still_s + 4 * self._answer_s
         while not self._closed.wait(self._poll_s):
-            if (since := self._asking_since) and time.monotonic() - since > most_s:
+            since = self._asking_since
+            if since and time.monotonic() - since > most_s:
                 return self._say(
                     f"{STORE} has not answered for {most_s:.0f} s: it is stopped, or cut off; look "
                     "at it there"
@@ -200,66 +195,52 @@ class Watch:
 
     def _run(self) -> None:
         try:
-            turn, found = self._look_on()
-            if self._alone and self._asks:
-                self._say(f"{STORE} had ended in good order before")
-            elif self._error and not self._alone:
-                self._store.add(HEARD, 1)
-                self._store.set(f"ended {self._rank}", self._error)
-                # Else another failing rank has just asked
-                if self._asks and not found.startswith(FAILS):
-                    self._store.set(f"asked {turn}", "")
-                    self._answer(turn, self._error)
+            self._watch_all()
         except RuntimeError:
-            # If all ranks end, rank 0 may be first; a failure meanwhile is logged at once
-            self._woken.wait(SLACK_S)
-            if not self._closed.is_set():
-                self._say(f"{STORE} does not answer: it ended or died")
+            self._asking_since = 0.0
+            self._watch_alone()
         # Give the node's other ranks time to log too: the launcher kills them when this one ends
         if self._asks:
             self._closed.wait(self._answer_s)
 
-    def _look_on(self) -> tuple[int, str]:
-        """Poll until the thread is woken; return the next question's number and this standstill's
-        verdict.
+    def _watch_all(self) -> None:
+        """Poll until the thread is woken; then record an error, and ask the other ranks about it.
+
+        Raises:
+            RuntimeError: if the store has ended.
         """
         turn = 0
-        found = ""
-        due = self._still_s
-        seen = self._position()
-        since = time.monotonic()
+        verdict = ""
+        due_s = self._still_s
         while not self._woken.wait(self._poll_s):
-            now = self._position()
-            if now[1] != seen[1]:
-                found = ""
-                due = self._still_s
-                since = time.monotonic()
-            seen = now
-            still = time.monotonic() - since
-            if self._alone:
-                if still > due:
-                    self._say(
-                        f"{STORE} ended in good order, and this rank makes no progress: {now[0]}"
-                    )
-                    due = math.inf
-                continue
+            still_s = self._progress.still_s()
+            if not still_s:
+                verdict = ""
+                due_s = self._still_s
             self._asking_since = time.monotonic()
-            if still > due:
+            if still_s > due_s:
                 self._store.set(f"asked {turn}", "")
             if self._store.check([f"asked {turn}"]):
-                if self._store.check([STORE_ENDS]):
-                    self._store.add(HEARD, 1)
-                    self._alone = True
-                    self._asking_since = 0.0
-                    continue
-                words = (
-                    f"{still:.0f} s {now[0]}" if still > 1.5 * self._poll_s else f"moves, {now[0]}"
-                )
-                found = self._answer(turn, words)
-                turn = turn + 1
-                due = AGAIN * max(still, self._still_s)
+                pace = f"{still_s:.0f} s" if still_s > 1.5 * self._poll_s else "moves,"
+                verdict = self._answer(turn, f"{pace} {self._progress.words}")
+                turn += 1
+                due_s = AGAIN * max(still_s, self._still_s)
             self._asking_since = 0.0
-        return turn, found
+        if self._error:
+            self._store.set(f"ended {self._rank}", self._error)
+            # Unless another failing rank has just asked
+            if self._asks and not verdict.startswith(FAILS):
+                self._store.set(f"asked {turn}", "")
+                self._answer(turn, self._error)
+
+    def _watch_alone(self) -> None:
+        """Log if this rank fails, or makes no progress, after the store has ended with rank 0."""
+        while not self._woken.wait(self._poll_s):
+            if self._progress.still_s() > self._still_s:
+                words = self._progress.words
+                return self._say(f"{STORE} has ended, and this rank makes no progress: {words}")
+        if self._asks:
+            self._say(f"{STORE} does not answer: it ended or died")
 
     def _answer(self, turn: int, words: str) -> str:
         """Post this rank's position, wait for the others' answers, and log the verdict that one

@@ -34,10 +34,9 @@ from transformers import (
 )
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from tests.e2e.programs.hugging_face import deepspeed_config, join, losses
 from tests.e2e.programs.shared import BLOCKS, STEPS, steps_of_engine
 from zero_topo.config.parts import ROOT
-from zero_topo.examples.hf_model import deepspeed_config, join
-from zero_topo.examples.hf_trainer import losses
 from zero_topo.leaving import leave
 
 WORDS = ("red", "green", "blue", "warm", "cold", "old", "new", "sea", "sky", "hill")
@@ -253,7 +252,7 @@ def run(
     client: Callable[[dict[str, Any], Path], Any], folder: Path, block: dict[str, Any] | None
 ) -> dict[str, Any]:
     """Losses of a training, and how many of its steps zero_topo took."""
-    config = {**deepspeed_config(None, plain=True), **({} if block is None else {ROOT: block})}
+    config = {**deepspeed_config(plain=True), **({} if block is None else {ROOT: block})}
     config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     set_seed(0)
     trainer = client(config, folder)

@@ -1,6 +1,6 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What each rank of ``test_trainers.py`` runs: a Hugging Face example plain, with zero_topo, and
-resumed; see there.
+"""What each rank of ``test_trainers.py`` runs: Hugging Face's Trainer or Accelerate trains a small
+Llama with unmodified ZeRO-3, with zero_topo, and resumed; see there.
 
 Started as ``hugging_face.py VERB FOLDER``, which takes the states, the weights and ``<verb>.json``.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,66 +19,209 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
+from accelerate.state import AcceleratorState
 from accelerate.utils import (
     DeepSpeedSequenceParallelConfig,
     DummyOptim,
     ParallelismConfig,
-    set_seed,
 )
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
-from transformers import Trainer
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
 
 import zero_topo
 from tests.e2e.programs.shared import steps_of_engine
-from zero_topo.examples.hf_accelerate import Run, start
-from zero_topo.examples.hf_model import CONTEXT, Windows, deepspeed_config, join, llama
-from zero_topo.examples.hf_trainer import losses, train
+from zero_topo.config.parts import ROOT
+from zero_topo.examples.data import Corpus
 from zero_topo.leaving import leave
 
 STEPS, SAVED = 20, 10
+CONTEXT = 64
+SAMPLES = 4096
+UNQUANTIZED = {
+    "topology": {"emulated": {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}},
+    "scheme": "topo",
+    "quantize": {"weights": None, "secondary": None, "gradients": None},
+}
 
 
-def with_trainer(folder: Path, lora: int = 0) -> dict[str, Any]:
-    """Three runs, the last from the second's checkpoint."""
-    topo, saved = deepspeed_config(None), folder / "topo" / f"checkpoint-{SAVED}"
-    return {
-        "plain": trained(
-            train(deepspeed_config(None, plain=True), folder / "plain", STEPS, lora=lora)
-        ),
-        "topo": trained(train(topo, folder / "topo", STEPS, save_every=SAVED, lora=lora)),
-        "resumed": trained(train(topo, folder / "again", STEPS, resume=saved, lora=lora)),
+def join() -> None:
+    """Let DeepSpeed make the process group: it does not use Hugging Face's on a CPU."""
+    deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name())
+
+
+def deepspeed_config(plain: bool) -> dict[str, Any]:
+    """A config in FP32 as Hugging Face's users write it, with "auto" where it knows the value.
+
+    Args:
+        plain: without a block, so that unmodified ZeRO-3 trains.
+    """
+    stage3 = {
+        "stage": 3,
+        "overlap_comm": True,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_gather_16bit_weights_on_model_save": True,
     }
+    adam = {"lr": 1e-3, "weight_decay": 0.01, "torch_adam": True}
+    config = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": 1.0,
+        "steps_per_print": 10**9,
+        "optimizer": {"type": "AdamW", "params": adam},
+        "zero_optimization": stage3,
+    }
+    return config if plain else {**config, ROOT: dict(UNQUANTIZED)}
 
 
-def trained(trainer: Trainer) -> dict[str, Any]:
-    """A run's losses, and how many of its steps zero_topo took; its engine is gone afterwards."""
-    result = {"losses": losses(trainer), "topo": steps_of(trainer)}
+def llama() -> Any:
+    """A small Llama of random weights over bytes; under ZeRO-3 it is partitioned as it is built."""
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=CONTEXT,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+def windows() -> list[dict[str, torch.Tensor]]:
+    """Parts of the example's text, as inputs of transformers' models."""
+    text = Corpus.load(None, CONTEXT).train[: SAMPLES * CONTEXT].long()
+    return [{"input_ids": tokens, "labels": tokens} for tokens in text.view(-1, CONTEXT)]
+
+
+def train(
+    plain: bool, folder: Path, save_every: int = 0, resume: Path | None = None, lora: int = 0
+) -> dict[str, Any]:
+    """Train with the Trainer.
+
+    Args:
+        plain: with unmodified ZeRO-3.
+        folder: for checkpoints.
+        save_every: steps between them; 0 for none.
+        resume: the checkpoint to go on from.
+        lora: rank of adapters, which alone are trained then; 0 for none.
+
+    Returns:
+        Loss by step, mean over ranks, and how many steps zero_topo took. The engine is gone then.
+    """
+    set_seed(0)
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        deepspeed=deepspeed_config(plain),
+        max_steps=STEPS,
+        per_device_train_batch_size=4,
+        learning_rate=1e-3,
+        weight_decay=0.01,
+        lr_scheduler_type="constant",
+        save_strategy="steps" if save_every else "no",
+        save_steps=save_every or STEPS,
+        logging_steps=1,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        dataloader_pin_memory=False,
+    )
+    model = llama()
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        targets = ["q_proj", "v_proj"]
+        model = get_peft_model(
+            model, LoraConfig(r=lora, target_modules=targets, task_type="CAUSAL_LM")
+        )
+    trainer = Trainer(model=model, args=arguments, train_dataset=windows())
+    trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+    result = {"losses": losses(trainer), "topo": steps_of_engine(trainer.model_wrapped)}
     trainer.accelerator.free_memory()
     return result
 
 
-def steps_of(trainer: Trainer) -> int | None:
-    """Steps that zero_topo took of a Trainer's."""
-    return steps_of_engine(trainer.model_wrapped)
+def losses(trainer: Any) -> list[float]:
+    """Loss by step, mean over ranks."""
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@dataclass(frozen=True)
+class Run:
+    """An Accelerator with what it prepared."""
+
+    accelerator: Accelerator
+    model: Any
+    optimizer: Any
+    batches: DataLoader[Any]
+
+    def train(self, first: int, end: int) -> list[float]:
+        """Optimizer steps ``first .. end - 1``; loss by step, mean over ranks."""
+        found = []
+        batches = iter(self.accelerator.skip_first_batches(self.batches, first))
+        for _ in range(first, end):
+            loss = self.model(**next(batches)).loss
+            self.accelerator.backward(loss)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            found.append(float(self.accelerator.gather(loss.detach()).mean()))
+        return found
+
+
+def start(plain: bool) -> Run:
+    """Build and prepare everything."""
+    AcceleratorState._reset_state()  # an earlier run of this process had another config
+    backend = get_accelerator().communication_backend_name()
+    accelerator = Accelerator(
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=deepspeed_config(plain)),
+        # Accelerate would find none on a CPU
+        kwargs_handlers=[InitProcessGroupKwargs(backend=backend)],
+    )
+    set_seed(0)
+    model = llama()
+    batches: Any = DataLoader(windows(), batch_size=4)  # type: ignore[arg-type]
+    optimizer = DummyOptim(model.parameters(), lr=1e-3)  # the config names the real one
+    model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
+    return Run(accelerator, model, optimizer, batches)
+
+
+def with_trainer(folder: Path, lora: int = 0) -> dict[str, Any]:
+    """Three runs, the last from the second's checkpoint."""
+    saved = folder / "topo" / f"checkpoint-{SAVED}"
+    return {
+        "plain": train(True, folder / "plain", lora=lora),
+        "topo": train(False, folder / "topo", save_every=SAVED, lora=lora),
+        "resumed": train(False, folder / "again", resume=saved, lora=lora),
+    }
 
 
 def with_accelerate(folder: Path) -> dict[str, Any]:
     """Twenty steps plain; twenty with the state saved in the middle, and the last ten from there in
     a new engine.
     """
-    run = start(deepspeed_config(None, plain=True))
+    run = start(plain=True)
     plain = run.train(0, STEPS)
     run.accelerator.free_memory()
-    run = start(deepspeed_config(None))
+    run = start(plain=False)
     losses = run.train(0, SAVED)
     run.accelerator.save_state(str(folder / "state"))
     losses += run.train(SAVED, STEPS)
     steps, saved = zero_topo.stats(run.model).steps, saved_differs(run, folder)
     run.accelerator.free_memory()
-    run = start(deepspeed_config(None))
+    run = start(plain=False)
     torch.manual_seed(1)
     run.accelerator.load_state(str(folder / "state"))
     resumed = run.train(SAVED, STEPS)
@@ -90,7 +234,7 @@ def with_ulysses(folder: Path, plain: bool) -> dict[str, Any]:
     in a process.
     """
     join()
-    config = deepspeed_config(None, plain=plain)
+    config = deepspeed_config(plain)
     if not plain:
         config["zero_topo"]["topology"] = {
             "emulated": {"nodes": 2, "gpus_per_node": 1, "gcds_per_gpu": 2}
@@ -111,9 +255,9 @@ def with_ulysses(folder: Path, plain: bool) -> dict[str, Any]:
         ],
     )
     set_seed(0)
-    model, windows = llama(), Windows(4096)
+    model = llama()
     positions = torch.arange(CONTEXT)
-    samples: Any = [{**windows[index], "position_ids": positions} for index in range(len(windows))]
+    samples: Any = [{**window, "position_ids": positions} for window in windows()]
     batches = DataLoader(samples, batch_size=1)
     model, _, batches = accelerator.prepare(model, DummyOptim(model.parameters(), lr=1e-3), batches)
     losses = [
