@@ -25,15 +25,7 @@ FILES = {
     "plain.json": START + "}",
     "mode.json": START + ', "zero_topo": {"sync": {"mode": {}}}}',
     "modes.json": START + ', "zero_topo": {"sync": {"mode": [1]}}}',
-    "endless.json": START + ', "zero_topo": {"topology": "/dev/zero"}}',
-    "degree.json": START + f', "zero_topo": {{"weights": {"9" * 400}}}}}',
-    "seed.json": START + f', "zero_topo": {{"seed": {"9" * 5000}}}}}',
     "long.json": START + f', "zero_topo": {{"topology": "{"x" * 9999}"}}}}',
-    "deep.json": "[" * 100_000 + "]" * 100_000,
-    "deep.yml": "a: " + "[" * 10_000 + "]" * 10_000,
-    "laughs.yml": "\n".join(
-        f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9 if i else '0')}]" for i in range(40)
-    ),
     "encoding.xml": '<?xml version="1.0" encoding="no-such"?><topology/>',
     "row.txt": "\tGPU0\nCPU Affinity\n",
 }
@@ -44,9 +36,6 @@ WRONG = {
     f"plan --params 1e400 {FRONTIER}": "is more than",
     f"plan --params {'9' * 400} {FRONTIER}": "not a positive whole number",
     f"plan --params 1B --micro-batches 1000000000 --recommend {FRONTIER}": "--micro-batches",
-    f"plan --model FOLDER/deep.yml {FRONTIER}": "neither JSON nor YAML",
-    f"plan --model FOLDER/laughs.yml {FRONTIER}": "more than 2,000,000 values",
-    "plan --params 1B --machine /dev/zero": "/dev/zero': has more than",
     "plan --params many": "20e9, 20B or 350M",
     "plan --params 1B --set scheme=tpo --topology frontier": "did you mean 'topo'?",
     "plan --params 1B --topology frontier --world-size 12": "8 ranks per node",
@@ -87,10 +76,6 @@ WRONG = {
     "topology --from frontir": "did you mean 'frontier'?",
     "topology --from no/such.json": "no/such.json",
     "topology --from {broken": "not valid JSON",
-    "topology --from /dev/zero": "/dev/zero': has more than",
-    f'topology --from {{"a":{"1" * 5000}': "4300 digits",
-    "topology --from "
-    f'{{"nodes":{"1" * 400},"gpus_per_node":1,"ranks_per_gpu":1}}': "more than 18 digits",
     "topology --from "
     '{"nodes":9999999,"gpus_per_node":1,"ranks_per_gpu":1}': "more than the 1,048,576 ranks",
     "topology --from FOLDER/encoding.xml": "is not recognised: it is neither a topology's JSON nor "
@@ -104,19 +89,13 @@ WRONG = {
     "frontier": "--from frontier states a whole machine",
     f"topology --from {DEVICES}/dgx_a100_nvidia_smi.txt --from "
     f"{DEVICES}/old_nvidia_smi.txt": "sees 8 devices",
-    "topology --measure": "no launcher's variables are here; start every rank with it",
-    "topology --measure --from frontier": "give one",
     "schema --whole-fiel": "--whole-fiel",
     "check missing.json": "no such file",
     "check FOLDER": "cannot be read (Is a directory)",
     "check FOLDER/plain.json": 'has no "zero_topo" block',
-    "check FOLDER/mode.json": '"{}" is not a mode of sync',
-    "check FOLDER/modes.json": '"[1]" is not a mode of sync',
-    "check FOLDER/endless.json": "/dev/zero': has more than",
-    "check FOLDER/degree.json": "more than 18 digits",
-    "check FOLDER/seed.json": "4300 digits",
+    "check FOLDER/mode.json": 'zero_topo.sync.mode: "{}"',
+    "check FOLDER/modes.json": 'zero_topo.sync.mode: "[1]"',
     "check FOLDER/long.json": "xxx...",
-    "check FOLDER/deep.json": "nested more than 50 deep",
     "report FOLDER": "has no report.json",
     "simulate --machine fronter": "did you mean 'frontier'",
     "simulate --gcds 12": "does not fill whole nodes",
