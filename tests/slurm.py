@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 from tests.launching import ROOT, free_port
@@ -275,10 +275,19 @@ def distributed(order: str, folder: Path) -> list[str]:
     return ["--machine", str(folder / f"{order}.json")]
 
 
-def submitted(cluster: Cluster, words: Sequence[str], env: Mapping[str, str]) -> str:
-    """The job's number, after `zero-topo launch slurm ... | sbatch` with more words."""
+def submitted(
+    cluster: Cluster, words: Sequence[str], log: Path, env: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """The job's number, after `zero-topo launch slurm ... | sbatch` with more words.
+
+    Args:
+        cluster: where to.
+        words: of the first command.
+        log: of the job.
+        env: variables of the submission.
+    """
     here: dict[str, Any] = {
-        "env": {**cluster.env, **env},
+        "env": {**cluster.env, "MASTER_PORT": str(free_port()), **env},
         "cwd": cluster.folder,
         "capture_output": True,
     }
@@ -296,6 +305,7 @@ def submitted(cluster: Cluster, words: Sequence[str], env: Mapping[str, str]) ->
         *words,
     ]
     written = subprocess.run(launch, **here)
-    done = subprocess.run(["sbatch", "--parsable"], input=written.stdout, **here)
+    submit = ["sbatch", "--parsable", f"--output={log}"]
+    done = subprocess.run(submit, input=written.stdout, **here)
     assert written.returncode == done.returncode == 0, written.stderr + done.stderr + cluster.logs()
     return done.stdout.strip()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import ROOT, free_port
+from tests.launching import ROOT
 from zero_topo.launch.machines import load_launch_machine, machine_names
 
 pytestmark = pytest.mark.skipif(
@@ -67,7 +67,7 @@ def test_flux_reads_every_machines_directives(tmp_path: Path, machine: str) -> N
         "--partition",
         "q",
         "--time",
-        "30",
+        "0:30:00",
     ]
     file = written(tmp_path, machine, *words, "--", "true")
     done = flux(tmp_path, "batch", "--dry-run", str(file))
@@ -90,10 +90,6 @@ def test_every_rank_of_a_flux_job_finds_its_node(tmp_path: Path, machine: str) -
         "2",
         "--ranks-per-node",
         str(ranks),
-        "--master-port",
-        str(free_port()),
-        "--log",
-        "job.out",
     ]
     program = (
         "import os; from zero_topo.topology.discover import discover; tree = discover(os.environ, "
@@ -107,7 +103,7 @@ def test_every_rank_of_a_flux_job_finds_its_node(tmp_path: Path, machine: str) -
         "2",
         "sh",
         "-c",
-        f"flux job wait-event $(flux batch {file}) clean; cat job.out",
+        f"flux job wait-event $(flux batch --output=job.out {file}) clean; cat job.out",
     ]
     done = flux(tmp_path, *run)
     found = sorted(line for line in done.stdout.splitlines() if line.startswith("found"))

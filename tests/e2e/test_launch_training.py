@@ -162,13 +162,11 @@ def test_slurm_trains_as_deepspeed_does(
                 "--nodes",
                 "2",
                 *distributed(order, folder),
-                "--name",
-                order,
+                "--",
             ]
-            words += ["--log", str(log), "--master-port", str(free_port()), "--"]
             words += ["env", "OMP_NUM_THREADS=1"]  # the cores are make-believe
             words += ["python", *training(folder, "stated-16", order)]
-            state = cluster.wait(submitted(cluster, words, {}), TIMEOUT_S)
+            state = cluster.wait(submitted(cluster, words, log), TIMEOUT_S)
             assert state == "COMPLETED", log.read_text()[-3000:] + cluster.logs()
             found[order] = losses(folder, order)
     assert found["block"] == expected

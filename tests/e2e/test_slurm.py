@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.launching import ROOT, free_port
+from tests.launching import ROOT
 from tests.slurm import Cluster, distributed, missing, submitted
 from zero_topo.launch.machines import load_launch_machine, machine_names
 from zero_topo.topology.probes import slurm
@@ -34,10 +34,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def ran(cluster: Cluster, name: str, words: list[str], **env: str) -> tuple[str, str]:
     """The final state and the output of a Frontier job."""
     log = cluster.folder / f"{name}.out"
-    port = str(free_port())
-    job = submitted(
-        cluster, [*FRONTIER, "--name", name, "--log", str(log), "--master-port", port, *words], env
-    )
+    job = submitted(cluster, [*FRONTIER, *words], log, env)
     return cluster.wait(job, 120), log.read_text()
 
 
@@ -121,8 +118,8 @@ def test_slurm_reads_every_machines_options(large: Cluster, machine: str) -> Non
     """sbatch and srun take each option of the script, and every rank starts."""
     log = large.folder / f"{machine}.out"
     ranks = load_launch_machine(machine).ranks_per_node or 2
-    words = ["--machine", machine, "--log", str(log), "--ranks-per-node", str(ranks)]
-    job = submitted(large, [*words, "--", "sh", "-c", "echo rank $RANK of $WORLD_SIZE"], {})
+    words = ["--machine", machine, "--ranks-per-node", str(ranks)]
+    job = submitted(large, [*words, "--", "sh", "-c", "echo rank $RANK of $WORLD_SIZE"], log)
     assert large.wait(job, 120) == "COMPLETED", log.read_text()
     said = sorted(line for line in log.read_text().splitlines() if line.startswith("rank "))
     assert said == [f"rank {rank} of {ranks}" for rank in range(ranks)]

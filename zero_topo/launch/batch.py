@@ -2,9 +2,9 @@
 """Writes the batch script of a job of Slurm, Flux or PBS.
 
 ``job.sbatch``, ``job.flux`` and ``job.pbs`` are the scripts' templates, ``environment.sbatch`` that
-of the lines that unpack a Python environment. A script is self-contained: it reads nothing from the
-environment in which it is submitted except what the scheduler passes on. Each setting follows a
-comment with its reason and its source.
+of the lines that unpack a Python environment. The machine's settings each follow a comment with
+reason and source. A script reads nothing from the environment in which it is submitted except what
+the scheduler passes on.
 """
 
 from __future__ import annotations
@@ -12,260 +12,180 @@ from __future__ import annotations
 import re
 import shlex
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from importlib import resources
 from string import Template
-from typing import Annotated
 
-import typer
-
-from zero_topo.launch.env import PORT
-from zero_topo.launch.machines import LaunchMachine, Setting, load_launch_machine, machine_names
-from zero_topo.strict import offering
+from zero_topo.launch.machines import LaunchMachine, Setting
+from zero_topo.topology.presets import load_machine
 
 EXPORT = "export {0.bash}"
 WIDTH = 110
-ADDRESS = {
-    "slurm": "MASTER_ADDR=$(hostname -i | cut -d' ' -f1)\n",
-    "flux": "MASTER_ADDR=$(flux hostlist --nth=0 local)\n",
-    "pbs": "MASTER_ADDR=$(hostname -i | cut -d' ' -f1)\n",
-}
-"""Scheduler -> the line of a script that sets the address of its own node, which is that of
-rank 0.
-"""
 DOCTOR = (
     "# -- Variables that `zero-topo doctor` checks; a comment says why, or what happens without "
     "the variable."
 )
 _PLAIN = re.compile(r"[\w./:=@%+,{}-]+")
-_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d\d))?(?::(\d\d))?")
-MINUTE = 60
-HOUR = 3600
-DAY = 86400
-MachineName = Annotated[
-    str,
-    typer.Option(
-        autocompletion=offering(machine_names),
-        metavar="NAME|FILE",
-        help="A preset with a launch file, such as frontier; generic; or a machine file.",
-    ),
-]
-Port = Annotated[int, typer.Option(min=1, max=65535, help="Port on which the ranks meet.")]
+_TIME = re.compile(r"(\d+):(\d\d):(\d\d)")
 
 
 @dataclass(frozen=True)
 class Scheduler:
-    """How a batch script speaks to a scheduler.
+    """What differs between schedulers outside their templates.
 
     Attributes:
-        name: of its command, and of its launch machines.
         title: as people write it.
         directive: starts the lines that it reads; options follow.
-        log: default name of the log; empty for the scheduler's own.
-        options: our option -> the scheduler's, up to its value.
-        time: a time limit in seconds -> its text.
+        account, partition, time: options up to their values.
+        template: file of the script's template.
+        address: sets MASTER_ADDR to the first node, which is that of rank 0.
+        in_seconds: whether a time limit is in seconds, else H:MM:SS.
     """
 
-    name: str
     title: str
     directive: str
-    log: str
-    options: dict[str, str]
-    time: Callable[[int], str]
-
-    @property
-    def template(self) -> str:
-        """The file of the script's template."""
-        return "job.sbatch" if self is SLURM else f"job.{self.name}"
+    account: str
+    partition: str
+    time: str
+    template: str
+    address: str
+    in_seconds: bool = False
 
 
-def clock(seconds: int) -> str:
-    """Return a time limit as hours, minutes and seconds."""
-    hours, rest = divmod(seconds, HOUR)
-    minutes, rest = divmod(rest, MINUTE)
-    return f"{hours}:{minutes:02d}:{rest:02d}"
-
-
-SLURM = Scheduler(
-    "slurm",
-    "Slurm",
-    "#SBATCH",
-    "%x-%j.out",
-    {"log": "--output=", "account": "--account=", "partition": "--partition=", "time": "--time="},
-    clock,
-)
-FLUX = Scheduler(
-    "flux",
-    "Flux",
-    "# flux:",
-    "{{name}}-{{id}}.out",
-    {"log": "--output=", "account": "--bank=", "partition": "--queue=", "time": "--time-limit="},
-    "{}s".format,
-)
-PBS = Scheduler(
-    "pbs",
-    "PBS",
-    "#PBS",
-    "",
-    {"log": "-o ", "account": "-A ", "partition": "-q ", "time": "-l walltime="},
-    clock,
-)
+HOST_ADDRESS = "MASTER_ADDR=$(hostname -i | cut -d' ' -f1)\n"
+SCHEDULERS = {
+    "slurm": Scheduler(
+        "Slurm", "#SBATCH", "--account=", "--partition=", "--time=", "job.sbatch", HOST_ADDRESS
+    ),
+    "flux": Scheduler(
+        "Flux",
+        "# flux:",
+        "--bank=",
+        "--queue=",
+        "--time-limit=",
+        "job.flux",
+        "MASTER_ADDR=$(flux hostlist --nth=0 local)\n",
+        in_seconds=True,
+    ),
+    "pbs": Scheduler("PBS", "#PBS", "-A ", "-q ", "-l walltime=", "job.pbs", HOST_ADDRESS),
+}
 
 
 @dataclass(frozen=True)
 class BatchJob:
-    """The options of ``zero-topo launch slurm``, ``flux`` and ``pbs``: a batch job."""
+    """A batch job.
 
-    command: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="-- COMMAND", help="Program that each rank runs, and its arguments."
-        ),
-    ] = ()  # type: ignore[assignment]
-    nodes: Annotated[int, typer.Option(min=1, help="Number of nodes.")] = 1
-    machine: MachineName = "generic"
-    ranks_per_node: Annotated[
-        int | None, typer.Option(min=1, help="Ranks per node; default: the machine's.")
-    ] = None
-    account: Annotated[str | None, typer.Option(help="Account, Flux's bank or PBS's project.")] = (
-        None
-    )
-    time: Annotated[str | None, typer.Option(metavar="[H:]MM:SS", help="Time limit.")] = None
-    partition: Annotated[
-        str | None, typer.Option(help="Partition or queue; default: the machine's.")
-    ] = None
-    name: Annotated[str, typer.Option(help="Job name.")] = "zero-topo"
-    log: Annotated[
-        str | None,
-        typer.Option(help="Log file, in the scheduler's form; default: name and number."),
-    ] = None
-    master_port: Port = PORT
-    environment: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE.tar.gz",
-            help="Python environment (conda pack, or tar of a venv) to unpack on each node's disk.",
-        ),
-    ] = None
+    Attributes:
+        scheduler: a key of :data:`SCHEDULERS`.
+        target: the machine.
+        nodes: number of nodes.
+        command: the program that each rank runs, and its arguments.
+        ranks_per_node: None takes the machine's.
+        account, partition, time: options of the scheduler, or None; the time as H:MM:SS.
+        environment: archive of a Python environment to unpack on each node, or None.
+    """
 
-    def __post_init__(self) -> None:
-        """Refuse what would end the script's lines or break them.
-
-        Raises:
-            ValueError: naming the option.
-        """
-        target = self.target
-        if not self.command:
-            raise ValueError("no command to start; put it after --, as in: -- python train.py ...")
-        if target.ranks_per_node not in (None, self.on_node):
-            raise ValueError(
-                f"--ranks-per-node {self.on_node}: {target.name} has {target.ranks_per_node} on "
-                "each node, and its binding is for that many; leave it out, or give --machine "
-                "FILE.json"
-            )
-        if self.environment is not None and not target.disk:
-            raise ValueError(
-                f"--environment {self.environment}: machine {target.name} names no disk of a node; "
-                "leave it out, "
-                'or give --machine FILE.json with a "disk"'
-            )
-        for option in ("name", "log", "account", "time", "partition", "environment"):
-            value = getattr(self, option)
-            if value is not None and not _PLAIN.fullmatch(value):
-                raise ValueError(
-                    f"--{option} {value!r}: use letters, digits and . / : = @ % + - only"
-                )
-        if self.time is not None and not _TIME.fullmatch(self.time):
-            raise ValueError(
-                f"--time {self.time!r}: is no time limit; write H:MM:SS, MM:SS or D-HH:MM:SS"
-            )
-
-    @cached_property
-    def target(self) -> LaunchMachine:
-        """How ranks are started on the machine."""
-        return load_launch_machine(self.machine)
-
-    @property
-    def on_node(self) -> int:
-        """The number of ranks on each node."""
-        ranks = self.ranks_per_node or self.target.ranks_per_node
-        if ranks is None:
-            raise ValueError(
-                f"--machine {self.machine} has no number of ranks per node; give --ranks-per-node"
-            )
-        return ranks
-
-    @property
-    def seconds(self) -> int | None:
-        """The time limit in seconds; Slurm's forms are minutes, M:SS, H:MM:SS, D-H, D-H:MM and
-        D-H:MM:SS.
-        """
-        found = _TIME.fullmatch(self.time or "")
-        if found is None:
-            return None
-        days, first, second, third = (int(number or 0) for number in found.groups())
-        if found[1] is not None or found[4] is not None:
-            return days * DAY + first * HOUR + second * MINUTE + third
-        return first * MINUTE + second
+    scheduler: str
+    target: LaunchMachine
+    nodes: int
+    command: Sequence[str]
+    ranks_per_node: int | None = None
+    account: str | None = None
+    partition: str | None = None
+    time: str | None = None
+    environment: str | None = None
 
 
-def script(job: BatchJob, scheduler: Scheduler = SLURM) -> str:
+def script(job: BatchJob) -> str:
     """The batch script, ready for the scheduler's command of submission.
 
     Raises:
-        ValueError: if the machine has another scheduler, or a Python environment is to be copied
-            without Slurm.
+        ValueError: naming the option that is missing or does not fit.
     """
+    _check(job)
     target = job.target
-    if target.scheduler not in (None, scheduler.name):
-        raise ValueError(
-            f"jobs on {target.name} are not started by {scheduler.title}; use zero-topo launch "
-            f"{target.scheduler}"
-        )
-    if job.environment is not None and scheduler is not SLURM:
-        raise ValueError(
-            f"--environment {job.environment}: {scheduler.title} has no sbcast to copy it to each "
-            "node; leave it out"
-        )
-    asked, resources = _options(job, scheduler)
-    variables = _lines(target.variables, EXPORT, "# -- Environment of every rank.")
+    scheduler = SCHEDULERS[job.scheduler]
+    on_node = job.ranks_per_node or target.ranks_per_node or 1
+    asked = _asked(job)
+    settings = (*target.job, *(target.disk_job if job.environment else ()))
+    # An option of the user takes the place of the machine's
+    others = [each for each in settings if f"{each.name}=" not in asked]
+    directives = [f"{scheduler.directive} {option}{value}\n" for option, value in asked.items()]
     passed = f"The Python environment active at submission is passed on by {scheduler.title}."
     words = {
-        **{name: getattr(job, name) for name in ("nodes", "on_node", "name")},
-        "ranks": job.nodes * job.on_node,
         "target": target.name,
         "about": _comment(f"{target.description}. {passed}"),
-        "asked": asked,
+        "nodes": job.nodes,
+        "on_node": on_node,
+        "ranks": job.nodes * on_node,
         "cpus": target.cpus_per_rank,
-        "resources": resources,
+        "asked": "".join(directives),
+        "resources": _lines(others, f"{scheduler.directive} {{0.use}}", end=":"),
         "software": _lines(target.modules, "module load {0.use}", "# -- Software.")
         + _unpacked(job),
-        "port": job.master_port,
-        "address": _lines(target.address, "{0.bash}") or ADDRESS[scheduler.name],
-        "variables": variables + _lines(target.doctors, EXPORT, DOCTOR),
+        "address": _lines(target.address, "{0.bash}") or scheduler.address,
+        "variables": _lines(target.variables, EXPORT, "# -- Environment of every rank.")
+        + _lines(target.doctors, EXPORT, DOCTOR),
         "step": _lines(target.step, "{0.use}", indent="  "),
         "command": shlex.join(job.command),
     }
     return _template(scheduler.template).substitute(words)
 
 
-def _options(job: BatchJob, scheduler: Scheduler) -> tuple[str, str]:
-    """The scheduler's lines for the options that the user gave, then those of the machine."""
-    asked = {
-        "log": job.log or scheduler.log or None,
-        "account": job.account,
-        "partition": job.partition,
-        "time": None if job.seconds is None else scheduler.time(job.seconds),
-    }
+def _check(job: BatchJob) -> None:
+    """Refuse a job that its machine would refuse, and what would break the script's lines."""
+    target = job.target
+    title = SCHEDULERS[job.scheduler].title
+    if target.scheduler not in (None, job.scheduler):
+        raise ValueError(
+            f"jobs on {target.name} are not started by {title}; use zero-topo launch "
+            f"{target.scheduler}"
+        )
+    if not job.command:
+        raise ValueError("no command to start; put it after --, as in: -- python train.py ...")
+    given, known = job.ranks_per_node, target.ranks_per_node
+    if given is None and known is None:
+        raise ValueError(f"{target.name} has no number of ranks per node; give --ranks-per-node")
+    if given and known and given != known:
+        raise ValueError(
+            f"--ranks-per-node {given}: {target.name} has {known} on each node, and its binding is "
+            "for that many; leave it out, or give --machine FILE.json"
+        )
+    if job.environment is not None and (job.scheduler != "slurm" or not target.disk):
+        raise ValueError(
+            f"--environment {job.environment}: it is copied by Slurm's sbcast to a disk of each "
+            f"node, which {title} on {target.name} lacks; leave it out"
+        )
+    needed = []
+    if target.preset and load_machine(target.preset).clusters:
+        needed = ["account", "time"]
+    if target.scheduler == "pbs":
+        needed = ["account", "time", "partition"]
+    missing = [f"--{option}" for option in needed if getattr(job, option) is None]
+    if missing:
+        raise ValueError(f"{target.name} refuses a job without {' and '.join(missing)}; give them")
+    for option in ("account", "partition", "environment"):
+        value = getattr(job, option)
+        if value is not None and not _PLAIN.fullmatch(value):
+            raise ValueError(f"--{option} {value!r}: use letters, digits and . / : = @ % + - only")
+    if job.time is not None and not _TIME.fullmatch(job.time):
+        raise ValueError(f"--time {job.time!r}: is no time limit; write H:MM:SS")
+
+
+def _asked(job: BatchJob) -> dict[str, str]:
+    """The scheduler's option, up to its value -> the value that the user gave."""
+    scheduler = SCHEDULERS[job.scheduler]
+    time = job.time
+    if time is not None and scheduler.in_seconds:
+        hours, minutes, seconds = (int(part) for part in time.split(":"))
+        time = f"{3600 * hours + 60 * minutes + seconds}s"
     given = {
-        scheduler.options[option]: value for option, value in asked.items() if value is not None
+        scheduler.account: job.account,
+        scheduler.partition: job.partition,
+        scheduler.time: time,
     }
-    lines = [f"{scheduler.directive} {option}{value}\n" for option, value in given.items()]
-    options = (*job.target.job, *(job.target.disk_job if job.environment else ()))
-    others = [each for each in options if f"{each.name}=" not in given]
-    return "".join(lines), _lines(others, f"{scheduler.directive} {{0.use}}", end=":")
+    return {option: value for option, value in given.items() if value is not None}
 
 
 def _unpacked(job: BatchJob) -> str:
@@ -288,21 +208,24 @@ def _lines(
     """Each setting in a form, under a comment with its reason; nothing, without a title too, if
     there are none.
     """
-    start = f"\n{title}\n" if title and settings else ""
-    written = (
-        f"{_comment(f'{each.comment}{end}', indent)}{indent}{form.format(each)}\n"
-        for each in settings
-    )
-    return start + "".join(written)
+    lines = [f"\n{title}\n"] if title and settings else []
+    for each in settings:
+        comment = _comment(f"{each.reason} ({each.source}){end}", indent)
+        lines.append(f"{comment}{indent}{form.format(each)}\n")
+    return "".join(lines)
 
 
 def _comment(text: str, indent: str = "") -> str:
-    first = text.split()[0]
     # A name such as kdreg2 stays as it is
-    text = text[:1].upper() + text[1:] if first.isalpha() else text
+    if text.split()[0].isalpha():
+        text = text[:1].upper() + text[1:]
     start = f"{indent}# "
-    wrapper = textwrap.TextWrapper(
-        WIDTH, start, start, break_long_words=False, break_on_hyphens=False
+    lines = textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=start,
+        subsequent_indent=start,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
-    lines = wrapper.wrap(text)
     return "".join(f"{line}\n" for line in lines)

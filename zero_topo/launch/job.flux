@@ -1,6 +1,7 @@
 #!/bin/bash
 # Written by zero-topo launch for $target: $nodes nodes x $on_node = $ranks ranks.
-$about# flux: --job-name=$name
+$about# flux: --job-name=zero-topo
+# flux: --output={{name}}-{{id}}.out
 $asked# flux: --nodes=$nodes
 # Whole nodes (Flux documentation, flux-batch):
 # flux: --exclusive
@@ -8,7 +9,7 @@ $resources
 set -eo pipefail
 $software
 # -- Rendezvous: this script runs on the first node of the job, which is that of rank 0.
-${address}MASTER_PORT=$port
+${address}MASTER_PORT=$${MASTER_PORT:-3442}
 export MASTER_ADDR MASTER_PORT
 $variables
 # -- Kernels: compiled on this node if the cache lacks them. All ranks load them from the cache.
