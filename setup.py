@@ -56,7 +56,6 @@ setup(
         "zero_topo": [
             "py.typed",
             "topology/presets/*.json",
-            "topology/probes/*.json",
             "config/*.json",
             "cost/*.json",
             "doctor/*.json",

@@ -22,7 +22,6 @@ from pathlib import Path
 from zero_topo.cli.output import print_json
 from zero_topo.strict import read_text
 from zero_topo.topology.rates import Collective, Ring
-from zero_topo.topology.tools import clean
 
 COLLECTIVES: Mapping[str, Collective] = {"all_gather": "gather", "reduce_scatter": "reduce"}
 SMALL_CLASSES = (0, 2**14, 2**15, 2**16)
@@ -76,7 +75,7 @@ def read_tests(path: Path) -> list[Timed]:
     Raises:
         ValueError: if the file is neither, or lacks the list of ranks.
     """
-    text = clean(read_text(path, str(path), errors="replace"))
+    text = read_text(path, str(path), errors="replace")
     named = _NAME.search(text) or _NAME.search(path.name)
     ranks = dict(_RANK.findall(text))
     rows = [(int(nbytes), float(us)) for nbytes, us in _ROW.findall(text)]

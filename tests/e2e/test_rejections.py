@@ -126,6 +126,23 @@ def test_ranks_that_differ_get_the_same_error(name: str, refused: Refused) -> No
     assert "\n" not in said[0]["text"]
 
 
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("machine", "weights degree 3 does not divide the world of 2 ranks"),
+        ("hosts", "topology 'custom' puts ranks 0-1 on node 0"),
+    ],
+)
+def test_what_only_the_ranks_together_find_ends_each_with_one_line(
+    name: str, part: str, refused: Refused
+) -> None:
+    """A plan that does not fit the machine that they found, and one that they did not."""
+    said = [ways["odd"][name] for ways in refused[1]]
+    assert said == [said[0]] * RANKS
+    assert said[0]["type"] == "ValueError" and said[0]["group"]
+    assert part in said[0]["text"] and "\n" not in said[0]["text"]
+
+
 def test_ranks_may_log_and_measure_differently(refused: Refused) -> None:
     """They train on."""
     assert [ways["odd"]["nothing"]["text"] for ways in refused[1]] == ["returned 1.0"] * RANKS

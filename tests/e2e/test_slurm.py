@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from tests.launching import ROOT
+from tests.marks import late
 from tests.slurm import Cluster, distributed, missing, submitted
+from tests.steps import deal
 from zero_topo.launch.machines import load_launch_machine, machine_names
-from zero_topo.topology.probes import slurm
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"{missing()}")
 
@@ -38,14 +39,15 @@ def ran(cluster: Cluster, name: str, words: list[str], **env: str) -> tuple[str,
     return cluster.wait(job, 120), log.read_text()
 
 
-@pytest.mark.parametrize(("distribution", "plane"), [("block", PER_NODE), ("cyclic", 1)])
+@pytest.mark.parametrize(("distribution", "plane"), [late("block", PER_NODE), ("cyclic", 1)])
 def test_every_rank_knows_its_place(
     cluster: Cluster, distribution: str, plane: int, tmp_path: Path
 ) -> None:
-    """16 tasks: the worker's variables, the tree that zero_topo reads and the host where the task
+    """16 tasks: the worker's variables, the tree that the ranks find and the host where the task
     runs agree.
     """
-    program = [sys.executable, str(ROOT / "tests/e2e/programs/launched.py"), str(tmp_path)]
+    program = [sys.executable, str(ROOT / "tests/e2e/programs/launched.py")]
+    program += [str(tmp_path), "frontier"]
     state, output = ran(
         cluster, distribution, [*distributed(distribution, tmp_path), "--", *program]
     )
@@ -53,9 +55,9 @@ def test_every_rank_knows_its_place(
     seen: list[dict[str, Any]] = [
         json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(16)
     ]
-    positions = slurm.placement(2, PER_NODE, plane)
-    for rank, (reported, position) in enumerate(zip(seen, positions, strict=True)):
-        node, local = divmod(position, PER_NODE)
+    hosts = deal(2, PER_NODE, plane)
+    for rank, (reported, node) in enumerate(zip(seen, hosts, strict=True)):
+        local = hosts[:rank].count(node)
         env = reported["env"]
         assert (env["RANK"], env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"]) == (
             str(rank),

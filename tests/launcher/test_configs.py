@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +44,7 @@ def plan(path: Path) -> tuple[object, ...]:
     """What an engine would run on, but for what it says of it."""
     block = ZeroTopoConfig.from_ds_config(on_cpu(path))
     assert block is not None
-    found = resolve_config(
-        block, resolve_topology(block.topology, os.environ, dist.get_world_size())
-    )
+    found = resolve_config(block, resolve_topology(block.topology, dist.get_world_size()))
     formats = (found.weights_spec, found.secondary_spec, found.gradients_spec)
     return found.plan, *formats, found.sync, found.publish
 

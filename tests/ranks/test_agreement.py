@@ -5,6 +5,7 @@ know of zero_topo.
 
 from __future__ import annotations
 
+import socket
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,11 +30,10 @@ from tests.harness import run_threads
 from zero_topo.engine import agreement
 from zero_topo.engine.agreement import agree, check_blocks
 from zero_topo.hook import start
-from zero_topo.topology.devices import DeviceTree
-from zero_topo.topology.model import Topology
 from zero_topo.topology.placements import Placement
 
 CPU = torch.device("cpu")
+HOST = socket.gethostname()
 
 
 def same_on_all(size: int, say: Any) -> str:
@@ -41,15 +41,16 @@ def same_on_all(size: int, say: Any) -> str:
 
     def rank_main(rank: int) -> str:
         with pytest.raises(ValueError) as caught:
-            agree(say(rank), CPU, placement=Placement(f"n{rank // 2}"))
+            agree(say(rank), CPU)
         return str(caught.value)
 
-    (said,) = set(run_threads(size, rank_main))
+    with patch.object(socket, "gethostname", lambda: f"n{dist.get_rank() // 2}"):
+        (said,) = set(run_threads(size, rank_main))
     return said
 
 
 def test_ranks_that_say_the_same_gather_digests_alone() -> None:
-    """48 bytes a rank, however long the text, and no object is sent."""
+    """32 bytes a rank, however long the text, and no object is sent."""
     gathered: list[int] = []
     gather = dist.all_gather_into_tensor
 
@@ -57,24 +58,12 @@ def test_ranks_that_say_the_same_gather_digests_alone() -> None:
         gathered.append(own.nbytes)
         gather(table, own)
 
-    def rank_main(rank: int) -> list[Placement]:
-        return agree(
-            {"order": list(range(100_000))},
-            CPU,
-            placement=Placement(f"n{rank // 2}", package=rank if rank else None),
-        )
-
     with (
         patch.object(dist, "all_gather_into_tensor", counted),
-        patch.object(dist, "all_gather_object", side_effect=AssertionError),
         patch.object(dist, "broadcast_object_list", side_effect=AssertionError),
     ):
-        placements = run_threads(4, rank_main)
-    assert gathered == [48] * 4
-    assert [placement.package for placement in placements[0]] == [None, 1, 2, 3]
-    hosts = [placement.host for placement in placements[0]]
-    assert hosts[0] == hosts[1] != hosts[2] == hosts[3]
-    assert all(found == placements[0] for found in placements)
+        run_threads(4, lambda rank: agree({"order": list(range(100_000))}, CPU))
+    assert gathered == [32] * 4
 
 
 def test_one_rank_of_each_kind_tells_what_it_has() -> None:
@@ -110,27 +99,72 @@ def test_a_rank_that_refuses_is_heard_everywhere() -> None:
     assert said.startswith("rank 3 of host n1 refuses: no memory; ")
 
 
-def test_a_gpu_says_its_address_and_its_package() -> None:
-    """The package where ranks share GPUs; nothing of a device where the machine is emulated, and on
-    a CPU.
-    """
-    device = SimpleNamespace(pci_domain_id=1, pci_bus_id=0xC1, pci_device_id=0)
-    tree = DeviceTree("rocm-smi", 1, packages=(3,), bus_ids=("0001:c1:00.0",))
-    placements = []
+class Gpus:
+    """A torch module of devices, by their number: name, and PCI bus or None."""
+
+    def __init__(self, *devices: tuple[str, int | None]) -> None:
+        self.devices = devices
+
+    def device_count(self) -> int:
+        """Visible devices."""
+        return len(self.devices)
+
+    def get_device_properties(self, device: torch.device | int) -> SimpleNamespace:
+        """As torch has them; Intel's have no address."""
+        index = device if isinstance(device, int) else device.index
+        name, bus = self.devices[index]
+        address = {} if bus is None else {"pci_domain_id": 1, "pci_bus_id": bus, "pci_device_id": 0}
+        return SimpleNamespace(name=name, **address)
+
+
+MI250X = "AMD Instinct MI250X"
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "package", "size"),
+    [
+        ("cpu", Gpus(), "", 1),
+        ("cuda:1", Gpus(("NVIDIA H100", 0x1B), ("NVIDIA H100", 0x43)), "0001:43:00", 1),
+        ("cuda:1", Gpus((MI250X, 0xC1), (MI250X, 0xC6)), "0001:c1:00", 2),
+        ("cuda:0", Gpus((MI250X, 0xC6)), "", 2),  # neither torch nor Linux lists the other GCD
+        ("xpu:1", Gpus(*[("Intel(R) Data Center GPU Max 1550", None)] * 12), "", 2),
+    ],
+)
+def test_a_rank_reads_where_it_runs_from_torch(
+    device: str, gpus: Gpus, package: str, size: int
+) -> None:
     with (
-        patch.object(torch.cuda, "get_device_properties", lambda _: device),
-        patch.object(agreement, "ask_tools", lambda: (tree, ())),
+        patch.object(torch, "get_device_module", lambda _: gpus),
+        patch.object(agreement, "same_model", lambda address: []),
     ):
-        for gpu, ranks_per_gpu, emulates in [
-            ("cuda", 2, False),
-            ("cuda", 1, False),
-            ("cuda", 2, True),
-            ("cpu", 2, False),
-        ]:
-            machine = Topology("tree", 1, 2, ranks_per_gpu, emulated=emulates)
-            placements.append(agreement.own_placement(machine, torch.device(gpu)))
-    found = [(placement.bus_id, placement.package) for placement in placements]
-    assert found == [("0001:c1:00.0", 3), ("0001:c1:00.0", None), (None, None), (None, None)]
+        found = agreement.own_placement(torch.device(device))
+    assert (found.package, found.size, found.domain) == (package, size, "")
+    assert found.host == socket.gethostname() and found.machine
+
+
+def test_every_rank_gets_the_placements_of_all() -> None:
+    """In one collective; hosts are those that NCCL takes for one."""
+    hosts = {0: "a", 1: "b" * 64, 2: "a"}
+    longest = Placement(hosts[1], f"{1:016}", "10000:c1:00", 255, "f" * 16)
+
+    def own(device: torch.device) -> Placement:
+        rank = dist.get_rank()
+        return longest if rank == 1 else Placement(hosts[rank], f"{0:016}")
+
+    with patch.object(agreement, "own_placement", own):
+        found = run_threads(3, lambda rank: agreement.gather_placements(CPU))
+    assert found[0] == found[1] == found[2]
+    assert [placement.host for placement in found[0]] == list(hosts.values())
+    assert found[0][1] == longest
+
+
+def test_a_host_is_what_nccl_takes_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = []
+    for host, nccl in [("a", ""), ("b", ""), ("a", "one"), ("b", "one")]:
+        monkeypatch.setattr(socket, "gethostname", lambda name=host: name)
+        monkeypatch.setenv("NCCL_HOSTID", nccl)
+        machines.append(agreement.own_placement(CPU).machine)
+    assert machines[2] == machines[3] and len({*machines}) == 3
 
 
 # -- settings of DeepSpeed and of the optimizer ----------------------------------------------------
@@ -215,11 +249,7 @@ def test_every_leaf_of_the_json_is_agreed_on_or_local() -> None:
         said = []
         for path in paths:
             try:
-                agree(
-                    seen_by(changed(config, path) if rank == 1 else config),
-                    CPU,
-                    placement=Placement("n"),
-                )
+                agree(seen_by(changed(config, path) if rank == 1 else config), CPU)
                 said.append("")
             except ValueError as error:
                 said.append(str(error))
@@ -232,7 +262,8 @@ def test_every_leaf_of_the_json_is_agreed_on_or_local() -> None:
         name = ".".join(path)
         if line:
             assert (
-                f'rank 1 of host n has {name} "another" in place of ' in line and "\n" not in line
+                f'rank 1 of host {HOST} has {name} "another" in place of ' in line
+                and "\n" not in line
             )
         else:
             local.add(name)
@@ -303,7 +334,7 @@ def test_what_json_does_not_know_is_the_same_on_all_ranks() -> None:
     address.
     """
 
-    def rank_main(rank: int) -> int:
+    def rank_main(rank: int) -> None:
         model = torch.nn.Linear(2, 2)
         group = {
             "params": list(model.parameters()),
@@ -311,9 +342,9 @@ def test_what_json_does_not_know_is_the_same_on_all_ranks() -> None:
             "mine": lambda: rank,
             "own": object(),
         }
-        return len(agree(trained(model, [group]), CPU))
+        agree(trained(model, [group]), CPU)
 
-    assert run_threads(2, rank_main) == [2, 2]
+    run_threads(2, rank_main)
 
 
 @pytest.mark.parametrize("odd_rank", [0, 1, 2])

@@ -26,6 +26,7 @@ from zero_topo.cost.candidates import before_a_model
 from zero_topo.neox.check import require
 from zero_topo.neox.config import deepspeed_config, load_configs
 from zero_topo.topology import resolve_topology
+from zero_topo.topology.placements import Placement
 
 CONFIGS = sorted((ROOT / "configs").glob("*.json"))
 TWINS = sorted((ROOT / "neox_configs").glob("*.yml"))
@@ -46,14 +47,6 @@ SCHEME_OF |= {
     **dict.fromkeys(["default", "dgx-h100"]),
 }
 MODES = {"topo": "dense", "topo-q4": "quantized"} | SPARSE
-TWO_NODES_OF_8 = {
-    "RANK": "0",
-    "WORLD_SIZE": "16",
-    "LOCAL_RANK": "0",
-    "LOCAL_SIZE": "8",
-    "LOCAL_WORLD_SIZE": "8",
-}
-EIGHT_RANKS = TWO_NODES_OF_8 | {"WORLD_SIZE": "8"}
 
 
 def by_stem(paths: list[Path]) -> Any:
@@ -61,9 +54,14 @@ def by_stem(paths: list[Path]) -> Any:
     return pytest.mark.parametrize("path", paths, ids=[path.stem for path in paths])
 
 
-def environment(path: Path) -> dict[str, str]:
-    """A launch that fits a config: 8 ranks for an emulated machine, else two nodes of 8."""
-    return EIGHT_RANKS if path.stem.startswith(("demo", "laptop")) else TWO_NODES_OF_8
+def ranks(path: Path) -> int:
+    """Ranks that fit a config: 8 for an emulated machine, else two nodes of 8."""
+    return 8 if path.stem.startswith(("demo", "laptop")) else 16
+
+
+def hosts_of_8(count: int) -> list[Placement]:
+    """Ranks on hosts with eight of them each."""
+    return [Placement(f"n{rank // 8}", f"{rank // 8}") for rank in range(count)]
 
 
 def resolved(path: Path) -> ResolvedConfig:
@@ -74,7 +72,7 @@ def resolved(path: Path) -> ResolvedConfig:
     assert block is not None
     return before_a_model(
         block,
-        resolve_topology(block.topology, environment(path), int(environment(path)["WORLD_SIZE"])),
+        resolve_topology(block.topology, ranks(path), hosts_of_8(ranks(path))),
     )
 
 
@@ -107,14 +105,12 @@ def test_configs_resolve_on_their_machine(path: Path) -> None:
     config, given = resolved(path), load_deepspeed_config(path)
     # None: the fastest for the machine
     assert SCHEME_OF.get(path.stem, path.stem) in (None, config.scheme)
-    assert config.plan.world_size == int(environment(path)["WORLD_SIZE"])
+    assert config.plan.world_size == ranks(path)
     assert deepspeed_hints(given) == []
     # The paper trains in FP16; the demo in FP32, for CPUs without BF16
     assert given.get("bf16") == {"enabled": True} or path.stem in ("paper-run", "demo")
     assert given["gradient_clipping"] == 1.0
-    assert (
-        environment(path) is not EIGHT_RANKS or given["optimizer"]["params"]["torch_adam"] is True
-    )
+    assert ranks(path) != 8 or given["optimizer"]["params"]["torch_adam"] is True
 
 
 @pytest.mark.parametrize(("name", "mode"), MODES.items())
@@ -146,8 +142,9 @@ def test_frontier_configs_say_for_how_many_nodes_they_are(name: str, nodes: int)
     assert f"for {nodes} nodes ({8 * nodes} GCDs)" in path.read_text().splitlines()[0]
     block = ZeroTopoConfig.from_ds_config(neox_config(path)["deepspeed_extra_args"])
     assert block is not None
-    env = TWO_NODES_OF_8 | {"WORLD_SIZE": str(8 * nodes)}
-    plan = before_a_model(block, resolve_topology(block.topology, env, 8 * nodes)).plan
+    plan = before_a_model(
+        block, resolve_topology(block.topology, 8 * nodes, hosts_of_8(8 * nodes))
+    ).plan
     assert (plan.weights, plan.secondary, plan.gradients, plan.optimizer) == (2, None, 8, 8 * nodes)
 
 

@@ -115,7 +115,7 @@ def test_the_engine_plans_for_its_model_and_the_smallest_device() -> None:
 
     def weights(memory: int | None, device: str = "cuda") -> int:
         sevenb.device = torch.device(device)
-        found = resolve_block(config, 8, (), {}, sevenb, memory)
+        found = resolve_block(config, 8, (), sevenb, (), memory)
         shared = memory // 4 if memory and device == "cpu" else memory
         assert (
             found is not None and found.topology.memory_per_rank == shared and sends_in_full(found)
@@ -129,7 +129,7 @@ def test_the_engine_plans_for_its_model_and_the_smallest_device() -> None:
     with pytest.raises(ValueError, match=r"none of .* plans fits"):
         weights(8 * GB)
     # Before there is an engine: any plan stands for all
-    assert resolve_block(config, 8, (), {}) is not None
+    assert resolve_block(config, 8) is not None
 
 
 def test_frozen_weights_take_memory_and_no_gradients() -> None:

@@ -16,7 +16,6 @@ FRONTIER = ("--machine", "frontier", "--nodes", "2")
 CONFIGS = sorted((ROOT / "configs").glob("*.json"))
 COMMANDS = [
     ("topology", "--from", "frontier", "--world-size", "16"),
-    ("topology", "--from", str(ROOT / "tests/data/devices/frontier_rocm_smi.txt")),
     ("plan", "--params", "1B", *FRONTIER),
     ("plan", "--params", "1B"),
     ("plan", "--params", "1B", *FRONTIER, "--recommend", "--set", "sparse=oktopk"),

@@ -46,7 +46,7 @@ def config(block: dict[str, Any] = BLOCK) -> dict[str, Any]:
 def test_auto_passes_our_checks_before_anyone_has_filled_it() -> None:
     """``zero.Init`` sees the config this early, as long as transformers builds the model."""
     assert not deepspeed_problems(config())
-    resolved = resolve_block(config({"topology": "auto"}), 1, (), {"WORLD_SIZE": "1"})
+    resolved = resolve_block(config({"topology": "auto"}), 1)
     assert resolved.plan.world_size == 1
 
 

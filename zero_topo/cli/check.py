@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -38,7 +37,6 @@ from zero_topo.doctor.refusals import deepspeed_refusals, unasked
 from zero_topo.observe.console import figures_table
 from zero_topo.observe.documents import Document, Resolved
 from zero_topo.topology import Topology, preset_names
-from zero_topo.topology.launchers import launcher_view
 from zero_topo.topology.render import render_tree
 from zero_topo.units import format_bytes, format_count, format_seconds
 from zero_topo.versions import SUPPORTED, default_clipping, installed, installed_refusals
@@ -156,11 +154,11 @@ def _machine(
     where: Any = block.topology if options.machine == AUTO else options.machine
     named = replace(options, machine=where)
     counted = options.ranks is not None or options.nodes is not None
-    fewest = None if counted else fewest_ranks(block, where, os.environ)
+    fewest = None if counted else fewest_ranks(block, where)
     found = machine_of(named if fewest is None else replace(named, ranks=str(fewest)))
     tensor = tensor_of(options, loaded)
     anywhere = isinstance(where, str) and where in (AUTO, *preset_names())
-    if counted or not anywhere or launcher_view(os.environ) is not None:
+    if counted or not anywhere:
         refuse(deepspeed_refusals(loaded, tree_of(found, tensor).world_size))
     notes = []
     if fewest is not None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,10 +10,9 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, cast
 
-from zero_topo.config import ZeroTopoConfig, load_deepspeed_config
+from zero_topo.config import load_deepspeed_config
 from zero_topo.config.deepspeed_json import parse_object
 from zero_topo.config.deepspeed_parts import misread
-from zero_topo.cost.candidates import fewest_ranks
 from zero_topo.strict import cut, read, read_text, to_json, words_of
 from zero_topo.topology import Topology, resolve_topology
 from zero_topo.topology.rates import Rates
@@ -125,17 +123,16 @@ def counts(text: str, what: str, most: int) -> list[int]:
 def machine(setting: str | Mapping[str, Any], world_size: int | None) -> Topology:
     """The machine that an option or a config's ``topology`` names.
 
-    A preset without a number of ranks, outside of a job, is one node of that machine.
+    A preset without a number of ranks is one node of that machine.
 
     Args:
         setting: as the config's ``topology`` key; a string that starts with ``{`` is an inline
             object.
-        world_size: ranks, or None to ask the launcher.
+        world_size: ranks, or None.
 
     Raises:
         ValueError: if there is no such machine or its ranks do not add up.
     """
     if isinstance(setting, str) and setting.lstrip().startswith("{"):
         setting = parse_object(setting, "topology")
-    world_size = world_size or fewest_ranks(ZeroTopoConfig(), setting, os.environ)
-    return resolve_topology(setting, os.environ, world_size)
+    return resolve_topology(setting, world_size)

@@ -11,9 +11,8 @@ from typing import Annotated
 import typer
 
 from zero_topo.launch.batch import SCHEDULERS, BatchJob, script
-from zero_topo.launch.env import PORT
+from zero_topo.launch.env import PORT, first_host
 from zero_topo.launch.machines import load_launch_machine
-from zero_topo.topology.launchers import launcher_view
 
 launch = typer.Typer(
     help="Print a batch script, or a machine's variables.",
@@ -83,7 +82,7 @@ def env(machine: MachineName = "generic") -> None:
     for setting in (*known.variables, *known.doctors):
         if setting.name not in os.environ:
             print(f"# {setting.reason} ({setting.source})\nexport {setting.bash}")
-    view = launcher_view(os.environ)
-    if view is not None and view.hosts and "MASTER_ADDR" not in os.environ:
+    host = first_host(os.environ)
+    if host is not None and "MASTER_ADDR" not in os.environ:
         print("# The ranks meet on the first node of the job.")
-        print(f"export MASTER_ADDR={view.hosts[0]} MASTER_PORT={PORT}")
+        print(f"export MASTER_ADDR={host} MASTER_PORT={PORT}")

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -36,7 +35,6 @@ from zero_topo.doctor.refusals import deepspeed_refusals, unasked
 from zero_topo.observe.documents import Document
 from zero_topo.observe.files import check_files
 from zero_topo.topology import Topology
-from zero_topo.topology.launchers import launcher_view
 from zero_topo.units import format_seconds
 
 BEFORE = "before"
@@ -172,11 +170,9 @@ def _prices(
     block: ZeroTopoConfig,
     ds_config: Mapping[str, Any],
 ) -> dict[str, Price]:
-    """The plan before, after, and of the empty block; none where no machine is named and this is no
-    job.
-    """
+    """The plan before, after, and of the empty block; none where no machine is named."""
     counted = options.ranks is not None or options.nodes is not None
-    if options.machine == "auto" and launcher_view(os.environ) is None and not counted:
+    if options.machine == "auto" and not counted:
         return {}
     found = machine_of(options)
     model = model_of(options) or need_model(replace(options, params=USUAL_PARAMS))

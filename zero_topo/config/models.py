@@ -50,8 +50,8 @@ class ZeroTopoConfig(StrictModel):
 
     topology: Annotated[str | dict[str, Any], BeforeValidator(_check_topology)] = Field(
         "auto",
-        description='The machine: "auto" queries the launcher and device tools; else the name of a '
-        "preset, a path to a .json file, or the description itself, such as "
+        description='The machine: "auto" is found by the ranks as training starts; else a '
+        "preset's name, a path to a .json file, or the description itself, such as "
         '{"emulated": {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}}.',
     )
     scheme: SchemeSetting | None = Field(

@@ -111,18 +111,16 @@ class ResolvedConfig:
         return replace(self, plan=plan, secondary_spec=None, gradients_spec=None, sync=DenseSync())
 
     @property
+    def machine(self) -> Topology:
+        """Return the tree of all ranks, also of those that the plan is not for."""
+        return self.topology if self.groups is None else self.groups.machine
+
+    @property
     def kinds(self) -> set[str]:
         """Return the names of all block formats in which this config sends or stores values."""
         roles = self.weights_spec, self.secondary_spec, self.gradients_spec, self.resident_spec
         specs = *roles, self.sync.spec, self.publish.spec
         return {spec.name for spec in specs if spec is not None}
-
-    def log_lines(self) -> list[str]:
-        """Return the lines to log at the start of a run: the choices made for the user, and
-        warnings on the machine.
-        """
-        doubt = self.topology.sources.get("warning")
-        return [*self.notes, *([f"warning: {doubt}"] if doubt else [])]
 
     def to_json(self) -> dict[str, Any]:
         """Return everything except the topology, in JSON types, for reports."""

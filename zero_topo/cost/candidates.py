@@ -35,7 +35,6 @@ from zero_topo.config import (
 )
 from zero_topo.config.resolve import resolve_config
 from zero_topo.plan import PHASES, divisors
-from zero_topo.topology.launchers import launcher_view
 from zero_topo.topology.model import DOMAINS, Topology
 from zero_topo.topology.presets import load_machine, preset_names
 
@@ -151,25 +150,18 @@ def before_a_model(block: ZeroTopoConfig, topology: Topology) -> ResolvedConfig:
     return candidates(block, replace(topology, order=None, hosts=None))[0].config
 
 
-def fewest_ranks(block: ZeroTopoConfig, setting: object, env: Mapping[str, str]) -> int | None:
-    """Return the fewest ranks on which a block can be checked where no job runs, such as on a login
-    node.
+def fewest_ranks(block: ZeroTopoConfig, setting: object) -> int | None:
+    """Return the fewest ranks on which a block can be checked if no number of ranks is given.
 
     Args:
         block: the ``zero_topo`` block.
         setting: the machine: the block's ``topology``, or another in its place.
-        env: environment variables.
 
     Returns:
-        Whole nodes of the preset that its numbers of ranks divide; None inside a job, or if the
-        ranks are known.
+        Whole nodes of the preset that its numbers of ranks divide; None if the ranks are known.
     """
     presets = preset_names()
-    if (
-        launcher_view(env) is not None
-        or not isinstance(setting, str)
-        or setting not in (AUTO, *presets)
-    ):
+    if not isinstance(setting, str) or setting not in (AUTO, *presets):
         return None
     node = load_machine(setting).ranks_per_node if setting in presets else None
     stated = (block.weights, block.secondary, block.gradients, block.optimizer, node)

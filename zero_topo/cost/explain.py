@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -440,7 +439,7 @@ def estimate(
         model: a ``torch.nn.Module`` on any device, also "meta". Parameters that require no gradient
             count as frozen.
         machine: the machine, as the config key ``topology`` takes it.
-        ranks: ranks of the job; None takes the launcher's, or those of the machine's description.
+        ranks: ranks of the job; None takes one node of a preset, or all of a description.
         sequence: tokens of a sequence; None takes the limit of the model's config, at most 4096;
             without one, 2048.
         micro_batch: sequences per rank and micro-batch.
@@ -451,7 +450,7 @@ def estimate(
     Raises:
         ValueError: if the machine or the ranks are wrong, or no plan fits.
     """
-    found = resolve_topology(machine, os.environ, ranks)
+    found = resolve_topology(machine, ranks)
     request = module_request(
         model, found, sequence, micro_batch=micro_batch, micro_batches=micro_batches
     )

@@ -12,7 +12,6 @@ from typing import Literal
 from zero_topo.doctor.finding import FAIL, OK, WARN, Finding
 from zero_topo.strict import Flag, Strings, packaged, read, strict_dataclass
 from zero_topo.topology.presets import machine_of_cluster, preset_names
-from zero_topo.topology.probes import slurm
 
 _QUOTED = re.compile(r"[ ^]")
 
@@ -105,7 +104,7 @@ def variables(machine: str | None) -> Iterator[Finding]:
 
 def known_machine() -> str | None:
     """Return the preset of the machine that this runs on, or None."""
-    known = machine_of_cluster(slurm.cluster(os.environ))
+    known = machine_of_cluster(os.environ.get("SLURM_CLUSTER_NAME"))
     if known is not None:
         return known.name
     # Set by the modules of OLCF's machines.

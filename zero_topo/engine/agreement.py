@@ -1,13 +1,13 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Collective checks: all ranks have one plan, the machine matches the topology, replicas are
-bit-identical.
+"""Collective checks: all ranks have one plan, replicas are bit-identical; and the placement of each
+rank, from which all build one tree.
 
 Each check gathers its evidence on every rank and evaluates it there, so all ranks raise the same
 error and none hangs.
 
 Digests first
     A plan with the order of 75,264 ranks is a megabyte; an all-gather of it would move 56 PB. Ranks
-    therefore gather digests of 48 bytes each. Only if these differ, one rank of each kind
+    therefore gather digests of 32 bytes each. Only if these differ, one rank of each kind
     broadcasts its text.
 
 Note [A rank without the block]
@@ -20,11 +20,13 @@ Note [A rank without the block]
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from hashlib import sha256
+from pathlib import Path
+from struct import Struct
 from types import MappingProxyType
 from typing import Any
 
@@ -36,11 +38,13 @@ from zero_topo.config import ResolvedConfig
 from zero_topo.config.deepspeed_json import BLOCK_VARIABLE, exported
 from zero_topo.plan import Plan
 from zero_topo.quant.operands import counted
-from zero_topo.topology.captures import ask_tools
-from zero_topo.topology.model import Topology
-from zero_topo.topology.placements import Placement, check_placements, take_placement
+from zero_topo.topology.devices import devices_of_package, nvlink_domain, package_of, same_model
+from zero_topo.topology.placements import Placement
 
-DIGEST = 32
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+ROW = Struct("64s 16s 16s 16s B")
+"""A placement as ranks gather it: host, machine, package, NVLink domain, devices of a package."""
+
 MOST_NAMED = 4
 """At most so many kinds of ranks are named in an error, and so many differences of each."""
 SAME_START = "give every rank the same JSON, model, optimizer, software and launcher environment"
@@ -124,10 +128,7 @@ def check_agreement(
     device: torch.device,
     more: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Check that all ranks resolved one plan, and run on the nodes and GPUs where the topology
-    places them.
-
-    Collective.
+    """Check that all ranks resolved one plan for one machine. Collective.
 
     Args:
         config: this rank's config.
@@ -135,67 +136,49 @@ def check_agreement(
         more: further values that must be equal on all ranks, in JSON types.
 
     Raises:
-        ValueError: on every rank, naming two ranks and their values, or the misplaced host.
+        ValueError: on every rank, naming two ranks and their values.
     """
-    machine = config.topology if config.groups is None else config.groups.machine
-    topology = machine.to_json()
-    topology.pop("sources", None)  # differs if a tool timed out on one node
-    placement = own_placement(machine, device)
-    places = agree(
-        {"zero_topo": config.to_json(), "topology": topology, **more}, device, placement=placement
-    )
-    with suppress(ValueError):
-        check_placements(machine, places)
-        return
-    placements = [placement] * len(places)
-    dist.all_gather_object(placements, placement)
-    check_placements(machine, placements)  # repeated to raise an error with the names of the hosts
+    topology = config.machine.to_json()
+    agree({"zero_topo": config.to_json(), "topology": topology, **more}, device)
 
 
 def agree(
     facts: Mapping[str, Any],
     device: torch.device,
     way_out: str = SAME_START,
-    placement: Placement | None = None,
     groups: Sequence[Sequence[int]] = (),
-) -> list[Placement]:
-    """Check that all ranks report equal values, and gather their placement. Collective.
+) -> None:
+    """Check that all ranks report equal values. Collective.
 
     Args:
         facts: reported values by key; ``{"refused": sentence}`` from a rank that cannot continue.
         device: the device of the world group's tensors.
         way_out: what the user can do if ranks differ.
-        placement: the placement of this rank; by default only its host.
         groups: groups of ranks inside which values are compared; by default all ranks are.
-
-    Returns:
-        The placement of each rank, with a digest in place of the host's name.
 
     Raises:
         ValueError: on every rank, if reported values differ.
     """
-    placement = placement or Placement(socket.gethostname())
     text = json.dumps(facts, sort_keys=True, default=_plain)
-    # A row of fixed length for each rank: one all-gather, whatever the values are.
-    place = sha256(f"{placement.host} {placement.machine}".encode()).digest()[:8]
-    package = (0 if placement.package is None else 1 + placement.package).to_bytes(8, "little")
-    row = sha256(text.encode()).digest() + place + package
-    own = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(device)
-    table = own.new_empty(dist.get_world_size() * own.numel())
-    dist.all_gather_into_tensor(table, own)
-    gathered = table.view(-1, len(row)).cpu().numpy()
-    rows = [digest.tobytes() for digest in gathered]
+    rows = _gathered(sha256(text.encode()).digest(), device)
     # Only where digests differ are the values themselves sent.
     for members in groups or [range(len(rows))]:
         kinds: dict[bytes, list[int]] = {}
         for rank in members:
-            kinds.setdefault(rows[rank][:DIGEST], []).append(rank)
+            kinds.setdefault(rows[rank], []).append(rank)
         if len(kinds) == 1:
             continue
         ranks = sorted(kinds.values(), key=lambda members: (-len(members), members))[:MOST_NAMED]
-        texts = [_text_of(members[0], text, placement.host) for members in ranks]
+        texts = [_text_of(members[0], text) for members in ranks]
         raise ValueError(f"{_disagreement(ranks, texts)}; {way_out}")
-    return [_place(found[DIGEST:]) for found in rows]
+
+
+def _gathered(row: bytes, device: torch.device) -> list[bytes]:
+    """Return the row of each rank; all have one length. Collective."""
+    own = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(device)
+    table = own.new_empty(dist.get_world_size() * len(row))
+    dist.all_gather_into_tensor(table, own)
+    return [found.tobytes() for found in table.view(-1, len(row)).cpu().numpy()]
 
 
 def all_can(
@@ -236,17 +219,9 @@ def _plain(value: Any) -> Any:
     return re.sub(r" at 0x\w+", "", str(value))
 
 
-def _place(data: bytes) -> Placement:
-    """Decode a placement as :func:`agree` gathers it: a digest of the host; the package's number
-    plus one, or zero.
-    """
-    package = int.from_bytes(data[8:], "little")
-    return Placement(data[:8].hex(), package=package - 1 if package else None)
-
-
-def _text_of(leader: int, text: str, host: str) -> tuple[dict[str, Any], str]:
+def _text_of(leader: int, text: str) -> tuple[dict[str, Any], str]:
     """Broadcast the values that rank ``leader`` reports, and its host. Collective."""
-    box = [text, host]
+    box = [text, socket.gethostname()]
     dist.broadcast_object_list(box, src=leader)
     return json.loads(box[0]), box[1]
 
@@ -288,16 +263,56 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
         yield path, json.dumps(value)
 
 
-def own_placement(topology: Topology, device: torch.device) -> Placement:
-    """Return where this rank runs; vendor tools are run only if several ranks share a GPU in the
-    topology.
+def gather_placements(device: torch.device) -> list[Placement]:
+    """Return the placement of each rank, in rank order. Collective.
+
+    Args:
+        device: the accelerator this rank uses.
     """
-    if device.type != "cuda" or topology.emulated:
-        return take_placement(socket.gethostname(), None, None)
-    found: Any = torch.cuda.get_device_properties(device)  # torch does not declare the PCI address
-    bus_id = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
-    tree = ask_tools()[0] if topology.ranks_per_gpu > 1 else None
-    return take_placement(socket.gethostname(), bus_id, tree)
+    own = own_placement(device)
+    # A row of fixed length for each rank: one all-gather.
+    texts = (own.host.encode(), own.machine.encode(), own.package.encode(), own.domain.encode())
+    rows = _gathered(ROW.pack(*texts, own.size), device)
+    placements = []
+    for row in rows:
+        *padded, size = ROW.unpack(row)
+        host, machine, package, domain = (text.rstrip(b"\0").decode() for text in padded)
+        placements.append(Placement(host, machine, package, size, domain))
+    return placements
+
+
+def own_placement(device: torch.device) -> Placement:
+    """Return where this rank runs; on a CPU only its host is known."""
+    host = socket.gethostname()
+    boot_id = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
+    # A host is what NCCL takes for one.
+    machine = _digest(os.environ.get("NCCL_HOSTID") or f"{host} {boot_id}")
+    if device.type == "cpu":
+        return Placement(host, machine)
+    backend = torch.get_device_module(device)
+    found = backend.get_device_properties(device)
+    size = devices_of_package(found.name, os.environ)
+    if not hasattr(found, "pci_bus_id"):  # Intel's: torch has no address
+        return Placement(host, machine, size=size)
+    address = _address(found)
+    others: list[str] = []
+    if size > 1:
+        visible = map(backend.get_device_properties, range(backend.device_count()))
+        others = same_model(address) or [_address(other) for other in visible]
+    domain = nvlink_domain(address) if torch.version.cuda else ""
+    return Placement(
+        host, machine, package_of(address, size, others), size, domain and _digest(domain)
+    )
+
+
+def _address(properties: Any) -> str:
+    """Return the PCI domain, bus and device of a device from its properties in torch."""
+    domain, bus = properties.pci_domain_id, properties.pci_bus_id
+    return f"{domain:04x}:{bus:02x}:{properties.pci_device_id:02x}"
+
+
+def _digest(text: str) -> str:
+    return sha256(text.encode()).hexdigest()[:16]
 
 
 def check_replicas(plans: Mapping[tuple[int, ...], Plan], copies: Sequence[Tensor]) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from zero_topo.collectives.meter import Meter
 from zero_topo.config import ResolvedConfig
-from zero_topo.engine.agreement import agree, check_agreement
+from zero_topo.engine.agreement import agree, check_agreement, gather_placements
 from zero_topo.fsdp.block import resolve, state_mesh
 from zero_topo.fsdp.collectives import install
 from zero_topo.fsdp.host import Host, check_sharding
@@ -111,7 +111,7 @@ def _attached(
     states = states or state_mesh(plan, device.type)
     host = Host(model, config, mesh, states, divisor or plan.world_size)
     show_log(rank)
-    log_notes(rank, config.log_lines())
+    log_notes(rank, [f"machine: {config.machine.name}, {config.machine.shape}", *config.notes])
     select(device, config.kinds)
     install(host)
     setattr(model, ATTACHED, host)
@@ -155,8 +155,9 @@ def _agreed(block: Mapping[str, Any]) -> ResolvedConfig:
             "there is no process group yet; call torch.distributed.init_process_group first"
         )
     device = _device()
+    placements = gather_placements(device)
     try:
-        config = resolve(block, dist.get_world_size())
+        config = resolve(block, dist.get_world_size(), placements)
     except ValueError as error:
         agree({"refused": str(error)}, device)  # the other ranks must not wait for this one
         raise

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from zero_topo.config.schemes import DEFAULT_SCHEME, SAME, SCHEMES
 from zero_topo.plan import Plan
 from zero_topo.strict import as_json
 from zero_topo.topology.discover import resolve_topology
+from zero_topo.topology.placements import Placement
 
 OF_DEEPSPEED: Mapping[str, str] = {
     "seed": "call torch.manual_seed",
@@ -26,7 +26,9 @@ OF_DEEPSPEED: Mapping[str, str] = {
 """Keys that only a DeepSpeed engine reads, and what to do in their place."""
 
 
-def resolve(block: Mapping[str, Any], world_size: int) -> ResolvedConfig:
+def resolve(
+    block: Mapping[str, Any], world_size: int, placements: Sequence[Placement] = ()
+) -> ResolvedConfig:
     """Resolve a ``zero_topo`` block for FSDP2.
 
     A scheme's own choices that FSDP2 does not have are replaced: weights and gradients share the
@@ -36,6 +38,7 @@ def resolve(block: Mapping[str, Any], world_size: int) -> ResolvedConfig:
     Args:
         block: the block's keys.
         world_size: ranks of the job.
+        placements: the placement of each rank, if the ranks have gathered them.
 
     Raises:
         ValueError: in one line, for a wrong block or a setting that FSDP2 does not have.
@@ -46,7 +49,7 @@ def resolve(block: Mapping[str, Any], world_size: int) -> ResolvedConfig:
             raise ValueError(
                 f"{ROOT}.{key}: FSDP2 has no engine that reads it; remove it and {instead}"
             )
-    topology = resolve_topology(config.topology, os.environ, world_size)
+    topology = resolve_topology(config.topology, world_size, placements)
     if is_automatic(config, topology):
         raise ValueError(
             f"{ROOT}: no plan is chosen for a model under FSDP2; name one, such as "

@@ -1,6 +1,6 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Resolves the ``zero_topo`` block of a DeepSpeed call; most checks run before a process group
-exists.
+"""Resolves the ``zero_topo`` block of a DeepSpeed call; checks of a stated machine run before a
+process group exists.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ from zero_topo.cost.job import method_of
 from zero_topo.cost.planner import Request
 from zero_topo.hook.seam import wrapping
 from zero_topo.observe.log import refusals
-from zero_topo.topology.discover import resolve_topology
+from zero_topo.topology.discover import AUTO, resolve_topology
 from zero_topo.topology.groups import Groups
 from zero_topo.topology.model import Topology
+from zero_topo.topology.placements import Placement
 
 Members = Sequence[tuple[int, ...]]
 """Global ranks of each data-parallel group of a job, ascending."""
@@ -165,10 +166,9 @@ def check_call(arguments: Mapping[str, Any], config: dict[str, Any]) -> None:
     mpu = arguments.get("mpu")
     _refuse_stages(mpu)
     ranks = int(world) if world else None
-    # Groups of an mpu exist, but their order on the machine is known only later.
-    if _divides(mpu, ranks):  # its groups are read once all ranks have built the engine
-        _checked(config)
-    else:
+    block = _checked(config)
+    # The ranks find the machine, and the groups of an mpu on it, once they have built the engine.
+    if block.topology != AUTO and not _divides(mpu, ranks):
         resolve_block(config, ranks, tensor_parallel_groups(config, ranks))
     _mesh(arguments.get("mesh_param"))
     # The signature of zero.Init has no optimizer: there the config shows whether the model is
@@ -234,8 +234,8 @@ def resolve_block(
     config: dict[str, Any],
     world_size: int | None,
     members: Members = (),
-    env: Mapping[str, str] = os.environ,
     engine: Any | None = None,
+    placements: Sequence[Placement] = (),
     memory: int | None = None,
     shared: Callable[[Request], Request] | None = None,
 ) -> ResolvedConfig:
@@ -246,9 +246,9 @@ def resolve_block(
         world_size: ranks of the launch, if known.
         members: the data-parallel groups over which DeepSpeed shards; empty for one group of all
             ranks.
-        env: the launcher's environment.
         engine: DeepSpeed's engine, for whose model the plan is chosen or checked; None before it
             exists.
+        placements: the placement of each rank, if the ranks have gathered them.
         memory: bytes of the job's smallest device (on CPUs, of its smallest host), if known.
         shared: returns the request that all ranks plan with, if their parts of the model may
             differ; collective.
@@ -260,7 +260,7 @@ def resolve_block(
     block = _checked(config)
     if len(members) > 1 and isinstance(block.sync, ScapeSync):
         raise ValueError(SCAPE_WITH_TENSOR_PARALLEL)
-    topology = resolve_topology(block.topology, env, world_size)
+    topology = resolve_topology(block.topology, world_size, placements)
     if engine is None:
         tree = Groups(topology, tuple(members)).trees[0] if members else topology
         return before_a_model(block, tree)
@@ -309,7 +309,7 @@ def resolve_experts(
         ValueError: if a degree does not divide the experts' groups.
     """
     block = _checked(config)
-    machine = dense.topology if dense.groups is None else dense.groups.machine
+    machine = dense.machine
     groups = Groups(machine, tuple(members), "experts")
     tree = groups.tree(rank)
     # Degrees by domain: those of the dense plan, in ranks that the experts' tree has there.

@@ -189,7 +189,8 @@ def _choosing_class(configure: Callable[..., Any], engine: Any, optimizer: Any) 
         log_notes(
             rank,
             [
-                *resolved.log_lines(),
+                f"machine: {resolved.machine.name}, {resolved.machine.shape}",
+                *resolved.notes,
                 *([] if on_cpu else deepspeed_hints(engine._config._param_dict)),
             ],
         )

@@ -23,7 +23,7 @@ from zero_topo.config import ResolvedConfig
 from zero_topo.config.deepspeed_json import BLOCK_VARIABLE
 from zero_topo.config.parts import ROOT
 from zero_topo.cost.planner import Request
-from zero_topo.engine.agreement import agree, check_agreement, check_blocks
+from zero_topo.engine.agreement import agree, check_agreement, check_blocks, gather_placements
 from zero_topo.hook.initialize import resolve_block, resolve_experts, sharding_group
 from zero_topo.hook.parameters import wrong_group
 from zero_topo.hook.seam import wrapping
@@ -255,6 +255,7 @@ def agreed(engine: Any, optimizer: Any) -> list[ResolvedConfig]:
     if ROOT not in config:
         return []
     memory = least_memory(engine.device)
+    placements = gather_placements(engine.device)
     members = groups_over(engine.seq_data_parallel_group, engine.device)
     expert_groups = _expert_groups(engine)
     experts = [groups_over(group, engine.device) for group in expert_groups[:1]]
@@ -265,10 +266,11 @@ def agreed(engine: Any, optimizer: Any) -> list[ResolvedConfig]:
             )
         shared = partial(_largest, device=engine.device) if members else None
         world = dist.get_world_size()
-        found = [resolve_block(config, world, members, engine=engine, memory=memory, shared=shared)]
+        dense = resolve_block(config, world, members, engine, placements, memory, shared)
+        found = [dense]
         for groups in experts:
             if groups != members:  # else experts are sharded like all other parameters
-                found.append(resolve_experts(config, found[0], groups, dist.get_rank()))
+                found.append(resolve_experts(config, dense, groups, dist.get_rank()))
         if optimizer:
             _refuse_types(optimizer, names)
     except ValueError as error:

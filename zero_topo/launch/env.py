@@ -1,20 +1,14 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """Converts the variables of Slurm, Flux or MPI to those that torch and DeepSpeed read (pure).
 
-Contradictions
-    If one rank refuses while others continue, the others wait for it. Checks therefore use
-    variables that are equal on all ranks where possible. A contradiction that only some ranks can
-    detect (their own placement) ends those ranks,
-    and the launcher ends the others: mpirun by default, srun by ``--kill-on-bad-exit``.
+The machine is not read from these variables: the ranks find it once they can communicate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from zero_topo.topology.launchers import launcher_view
-from zero_topo.topology.probes import LauncherView, read_int, slurm
-from zero_topo.topology.probes.variables import MPI, probe
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 PORT = 3442  # the port of OLCF's examples, outside the kernel's ephemeral range
 # Torchrun, the worker and deepspeed set one of them for their ranks
@@ -22,11 +16,73 @@ STARTERS = (
     "LOCAL_WORLD_SIZE",
     "LOCAL_SIZE",
 )
-OPENMPI_MAPPING = "OMPI_MCA_rmaps_base_mapping_policy"
+NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+MEETING = ("LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+NODELISTS = ("SLURM_ARBITRARY_NODELIST", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """Holds the variables of a launcher; of several names the first that is set counts.
+
+    Attributes:
+        name: what to call it.
+        rank, world_size, local_rank: numbers of a process.
+        on_node: ranks on its node, if the launcher sets that.
+    """
+
+    name: str
+    rank: str
+    world_size: tuple[str, ...]
+    local_rank: str
+    on_node: str = ""
+
+
+# The closest to the process first: mpirun and flux run inside Slurm jobs, and mpiexec inside
+# others. Slurm's own PMI sets PMI_RANK, but no local rank.
+LAUNCHERS = (
+    Launcher(
+        "OpenMPI",
+        "OMPI_COMM_WORLD_RANK",
+        ("OMPI_COMM_WORLD_SIZE",),
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    Launcher(
+        "MVAPICH",
+        "MV2_COMM_WORLD_RANK",
+        ("MV2_COMM_WORLD_SIZE",),
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+    Launcher("MPICH", "PMI_RANK", ("PMI_SIZE",), "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    Launcher("PALS", "PALS_RANKID", ("PMI_SIZE",), "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
+    Launcher("Flux", "FLUX_TASK_RANK", ("FLUX_JOB_SIZE",), "FLUX_TASK_LOCAL_ID"),
+    Launcher(
+        "Slurm",
+        "SLURM_PROCID",
+        ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"),
+        "SLURM_LOCALID",
+    ),
+)
+
+
+def launcher_of(env: Mapping[str, str]) -> Launcher | None:
+    """Return the launcher that started a process with these variables, or None.
+
+    A Slurm batch script has most of a task's variables, but no step, in which tasks run.
+    """
+    for launcher in LAUNCHERS:
+        if not all(env.get(name) for name in (launcher.rank, launcher.local_rank)):
+            continue
+        if launcher.name != "Slurm" or env.get("SLURM_STEP_NODELIST"):
+            return launcher
+    return None
 
 
 def rank_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT of this process.
+    """Return RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT of this process, and
+    LOCAL_WORLD_SIZE if the launcher reports it.
 
     A process that torchrun or deepspeed started keeps what it has.
 
@@ -36,102 +92,109 @@ def rank_environment(env: Mapping[str, str]) -> dict[str, str]:
     Raises:
         ValueError: if no launcher started the process, or its variables contradict each other.
     """
-    started = any(env.get(name) for name in STARTERS)
-    _check_stray(env, started)
-    _check_mapping(env)
-    view = launcher_view(env)
-    if view is None or view.rank is None:
+    if any(env.get(name) for name in STARTERS) and all(env.get(name) for name in NUMBERS):
+        return {name: env[name] for name in (*NUMBERS, *MEETING) if env.get(name)}
+    launcher = launcher_of(env)
+    if launcher is None:
+        raise ValueError(_unknown(env))
+    stray = next((name for name in ("RANK", "LOCAL_RANK") if env.get(name)), None)
+    if stray is not None:
+        # Right on the first rank only, which would wait for the others.
         raise ValueError(
-            "the rank of this process is unknown: neither SLURM_PROCID nor FLUX_TASK_RANK, "
-            "OMPI_COMM_WORLD_RANK, PMI_RANK or RANK is set; start it with srun, flux run or mpirun "
-            "(`zero-topo launch slurm` writes a script)"
+            f"{stray} was set before {launcher.name} started the ranks, each of which gets its own "
+            f"here; take `export {stray}` out of the script"
         )
-    if view.source == "slurm" and not slurm.in_step(env):
-        raise ValueError(
-            f"this is the batch script of job {env.get('SLURM_JOB_ID', '?')}, not one of its "
-            f"{view.world_size} tasks; put srun before the command"
-        )
-    found = _numbers(view)
+    found = {
+        "RANK": _number(env, [launcher.rank]),
+        "WORLD_SIZE": _number(env, launcher.world_size),
+        "LOCAL_RANK": _number(env, [launcher.local_rank]),
+    }
+    on_node = _on_node(env, launcher)
+    if on_node is not None:
+        found["LOCAL_WORLD_SIZE"] = on_node
     for name, value in found.items():
         if env.get(name, value) != value:
             raise ValueError(
-                f"{name} is {env[name]!r} but the launcher's variables make it {value} "
-                f"({view.origin('rank')}); unset {name}, or start the job with one launcher"
+                f"{name} is {env[name]!r} but {launcher.name} sets {value}; unset it, or start the "
+                "job with one launcher"
             )
-    return found | {"MASTER_ADDR": _master(env, view), "MASTER_PORT": _port(env)}
+    one_node = on_node == found["WORLD_SIZE"]
+    return found | {"MASTER_ADDR": _master(env, launcher, one_node), "MASTER_PORT": _port(env)}
 
 
-def _numbers(view: LauncherView) -> dict[str, str]:
-    """Numbers of this rank, as far as the launchers know them."""
-    assert view.rank is not None  # the caller has checked
-    place = view.place(view.rank)
-    local = place[1] if view.local_rank is None and place else view.local_rank
-    if local is None:
-        raise ValueError(
-            f"rank {view.rank} ({view.origin('rank')}) has no number on its node; set LOCAL_RANK, "
-            "or start the ranks with srun, mpirun, torchrun or deepspeed"
+def _unknown(env: Mapping[str, str]) -> str:
+    """Return why a process has no rank, in one line."""
+    if env.get("SLURM_JOB_ID"):
+        return (
+            f"this is the batch script of job {env['SLURM_JOB_ID']}, not one of its tasks; put "
+            "srun before the command"
         )
-    found = {"RANK": view.rank, "WORLD_SIZE": view.world_size, "LOCAL_RANK": local}
-    if view.ranks_per_node is not None:
-        found["LOCAL_WORLD_SIZE"] = view.ranks_per_node
-    return {name: str(value) for name, value in found.items()}
+    names = ", ".join(launcher.rank for launcher in LAUNCHERS)
+    return (
+        f"the rank of this process is unknown: none of {names} is set with the local rank; start "
+        "it with srun, flux run or mpirun (`zero-topo launch slurm` writes a script)"
+    )
 
 
-def _check_stray(env: Mapping[str, str], started: bool) -> None:
-    """Refuse a RANK or LOCAL_RANK that all tasks have inherited: it is right only on the first one.
-
-    Raises:
-        ValueError: naming it.
-    """
-    view = probe(env, MPI)
-    launcher = "Slurm" if slurm.in_step(env) else None
-    if launcher is None and view is not None:
-        launcher = "Flux" if view.source == "flux" else "MPI"
-    stray = [name for name in ("RANK", "LOCAL_RANK") if env.get(name)]
-    if launcher is not None and stray and not started:
+def _number(env: Mapping[str, str], names: Iterable[str]) -> str:
+    """Return the number in the first variable that is set."""
+    name = next((name for name in names if env.get(name)), "")
+    text = env.get(name, "").strip()
+    if not re.fullmatch(r"\d{1,9}", text, re.ASCII):
         raise ValueError(
-            f"{stray[0]} was set before {launcher} started the ranks, each of which gets its own "
-            f"here; take `export {stray[0]}` out of the script"
+            f"environment variable {name or ' or '.join(names)} is {text[:40]!r}; it must be a "
+            "whole number. The launcher sets it: unset it if it was set by hand"
         )
+    return text
 
 
-def _check_mapping(env: Mapping[str, str]) -> None:
-    """Refuse ranks that mpirun assigns to the nodes in turn, because it does not report their
-    placement.
-
-    Raises:
-        ValueError: on every rank.
-    """
-    policy = env.get(OPENMPI_MAPPING, "").lower()
-    world = read_int(env, "OMPI_COMM_WORLD_SIZE")
-    local = read_int(env, "OMPI_COMM_WORLD_LOCAL_SIZE")
-    if policy.split(":")[0] == "node" and world != local:
-        raise ValueError(
-            f"mpirun --map-by {policy} deals the {world} ranks to the nodes in turn, so neighbours "
-            "do not share a node; use --map-by slot"
-        )
+def _on_node(env: Mapping[str, str], launcher: Launcher) -> str | None:
+    """Return the number of ranks on this node; None if the launcher does not report it."""
+    if launcher.name == "Slurm":
+        # One number for all nodes, such as 8(x2), or several
+        tasks = env.get("SLURM_STEP_TASKS_PER_NODE", "")
+        match = re.fullmatch(r"(\d{1,9})(\(x\d{1,9}\))?", tasks, re.ASCII)
+        return match[1] if match else None
+    if launcher.name == "Flux":
+        ranks = int(_number(env, launcher.world_size))
+        nodes = int(_number(env, ["FLUX_JOB_NNODES"]))
+        return None if ranks % nodes else str(ranks // nodes)
+    return _number(env, [launcher.on_node]) if env.get(launcher.on_node) else None
 
 
-def _master(env: Mapping[str, str], view: LauncherView) -> str:
+def _master(env: Mapping[str, str], launcher: Launcher, one_node: bool) -> str:
     """Return the host of rank 0."""
     if env.get("MASTER_ADDR"):
         return env["MASTER_ADDR"]
-    if view.nodes == 1:
+    if one_node:
         return "127.0.0.1"
-    first = view.place(0)
-    if view.hosts is None or first is None:
+    host = first_host(env)
+    if launcher.name != "Slurm" or host is None:
         raise ValueError(
-            f"MASTER_ADDR is not set, and {view.source} does not set the host of rank 0; export it "
-            "before the ranks start (mpirun -x MASTER_ADDR=HOST)"
+            f"MASTER_ADDR is not set, and {launcher.name} does not set the host of rank 0; export "
+            "it before the ranks start (mpirun -x MASTER_ADDR=HOST)"
         )
-    return view.hosts[first[0]]
+    return host
+
+
+def first_host(env: Mapping[str, str]) -> str | None:
+    """Return the first host of Slurm's step or job, or None outside Slurm.
+
+    The first of ``"rack[1-2]node[01-16,20]"`` is ``"rack1node01"``.
+    """
+    text = next((env[name] for name in NODELISTS if env.get(name)), None)
+    if text is None:
+        return None
+    match = re.match(r"(?:\[[^\]]*\]|[^\[\],])*", text)
+    assert match is not None  # it matches nothing, too
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[0])
 
 
 def _port(env: Mapping[str, str]) -> str:
-    port = read_int(env, "MASTER_PORT", least=1)
-    if port is not None and port > 65535:
+    port = int(_number(env, ["MASTER_PORT"])) if env.get("MASTER_PORT") else PORT
+    if not 0 < port <= 65535:
         raise ValueError(
-            f"MASTER_PORT is {port}; a port is at most 65535: choose one that is free on rank 0's "
-            "host"
+            f"MASTER_PORT is {port}; a port is from 1 to 65535: choose one that is free on rank "
+            "0's host"
         )
-    return str(port or PORT)
+    return str(port)

@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-from zero_topo.launch.env import rank_environment
+from zero_topo.launch.env import launcher_of, rank_environment
 from zero_topo.neox import adapt
 from zero_topo.neox.check import require
 from zero_topo.neox.config import config_path
-from zero_topo.topology.launchers import launcher_view
 
 
 def launch(configs: Sequence[str], neox_path: str | None) -> None:
@@ -50,7 +49,7 @@ def start(configs: Sequence[str], forced: Mapping[str, Any]) -> None:
         forced: NeoX's keys in place of those of the files.
     """
     # A bare srun or mpirun sets no variable that torch.distributed reads.
-    if "RANK" not in os.environ and launcher_view(os.environ) is not None:
+    if "RANK" not in os.environ and launcher_of(os.environ) is not None:
         os.environ.update(rank_environment(os.environ))
     keys = dict(forced)
     if "WORLD_SIZE" in os.environ:

@@ -1,9 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Describes the machine: the tree of nodes, GPUs and ranks, known machines, and discovery (never
-imports torch).
+"""Describes the machine: the tree of nodes, GPUs and ranks, known machines, and where ranks run
+(never imports torch).
 """
 
-from zero_topo.topology.discover import discover, resolve_topology
+from zero_topo.topology.discover import resolve_topology
 from zero_topo.topology.model import DOMAINS, Link, Topology
 from zero_topo.topology.presets import emulated, load_preset, preset_names
 
@@ -11,7 +11,6 @@ __all__ = [
     "DOMAINS",
     "Link",
     "Topology",
-    "discover",
     "emulated",
     "load_preset",
     "preset_names",

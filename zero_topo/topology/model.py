@@ -4,8 +4,8 @@ it.
 
 Note [Tree positions]
     The leaves of the tree are numbered ``t = (node * gpus_per_node + gpu) * ranks_per_gpu + die``,
-    so that any domain is a run of consecutive positions. ``order[rank] = t`` is the launcher's
-    placement of each rank. Everything that depends on the machine (which ranks share a shard, which
+    so that any domain is a run of consecutive positions. ``order[rank] = t`` is the placement of
+    each rank. Everything that depends on the machine (which ranks share a shard, which
     link a message crosses) is a function of ``t``, never of the rank, so block, cyclic and
     arbitrary placements share one code path.
 """
@@ -98,8 +98,8 @@ class Topology:
         memory_per_rank: bytes of device memory of a rank, or None.
         hosts: host name of each node in tree order, or None.
         emulated: the nodes are make-believe, so the hosts are not checked against the machine.
-        sources: where each field came from, for people to read; the key "warning" has a warning to
-            show.
+        hosts_per_node: hosts in each node: several where NVLink joins them, as in an NVL72.
+        sources: where each field came from, for people to read.
 
     Raises:
         ValueError: if a field contradicts another or is out of range.
@@ -116,14 +116,20 @@ class Topology:
     memory_per_rank: Bytes | None = None
     hosts: Strings | None = None
     emulated: Flag = False
+    hosts_per_node: Count = 1
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if self.world_size > MOST_RANKS:
-            shape = f"{self.nodes} nodes x {self.gpus_per_node} GPUs x {self.ranks_per_gpu} ranks"
             raise ValueError(
-                f"topology {self.name!r}: {shape} are more than the {MOST_RANKS:,} ranks it may "
-                "have"
+                f"topology {self.name!r}: {self.shape} are more than the {MOST_RANKS:,} ranks it "
+                "may have"
+            )
+        if self.ranks_per_node % self.hosts_per_node:
+            raise ValueError(
+                f"topology {self.name!r}: hosts_per_node is {self.hosts_per_node}, which does not "
+                f"divide the {self.ranks_per_node} ranks of a node; it is 1 unless NVLink joins "
+                "hosts"
             )
         self._check_order()
         self._check_hosts()
@@ -170,6 +176,11 @@ class Topology:
                 f"topology {self.name!r}: host {host!r} is named for {times} nodes; name each "
                 "once, or set 'emulated': true if several nodes are pretended on one host"
             )
+
+    @property
+    def shape(self) -> str:
+        """Return the numbers of nodes, GPUs and ranks, for messages."""
+        return f"{self.nodes} nodes x {self.gpus_per_node} GPUs x {self.ranks_per_gpu} ranks"
 
     @property
     def ranks_per_node(self) -> int:
@@ -297,6 +308,7 @@ class Topology:
             ranks_per_gpu=len(ranks) // len(on_gpu),
             order=None if order == sorted(order) else tuple(order),
             hosts=hosts,
+            hosts_per_node=1,
         )
 
     def to_json(self) -> dict[str, Any]:

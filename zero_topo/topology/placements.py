@@ -1,22 +1,29 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Checks the actual placement of each rank, as the rank reports it, against the topology (pure).
+"""Builds the machine's tree from the placement of each rank, and checks a stated machine against it
+(pure).
 
-The caller gathers one :class:`Placement` per rank, for example with ``all_gather_object``. Every
-rank then checks the same list, so all pass or all raise the same error.
+Ranks gather one :class:`Placement` each (``engine/agreement.py``). Every rank then reads the same
+list, so all build one tree or all raise one error. No launcher is asked, and ranks may be
+distributed over hosts and GPUs in any order.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
-from zero_topo.topology.devices import DeviceTree, normal_bus_id
 from zero_topo.topology.model import Topology
 from zero_topo.topology.render import compress
 
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+FOUND = "this job"
+"""Name of a machine that the ranks found."""
+
+SOURCE = "hosts and devices of the ranks"
+STATE = (
+    'or state the machine: "topology" is a preset, a JSON file, or {"nodes": N, "gpus_per_node": '
+    'G, "ranks_per_gpu": R}'
+)
 
 
 @dataclass(frozen=True)
@@ -25,46 +32,150 @@ class Placement:
 
     Attributes:
         host: host name, for messages.
-        boot_id: distinguishes machines with equal names ("localhost"); "" if unknown.
-        bus_id: PCI address of its device as :func:`normal_bus_id` writes it, or None (no device, or
-            not known).
-        package: number of its device's GPU package on the node, or None.
+        machine: distinguishes hosts with equal names ("localhost"); "" if unknown.
+        package: identifies the GPU package of its device on the host; "" if unknown.
+        size: devices in such a package.
+        domain: identifies the NVLink domain that joins its host to others; "" if there is none.
     """
 
     host: str
-    boot_id: str = ""
-    bus_id: str | None = None
-    package: int | None = None
-
-    @property
-    def machine(self) -> str:
-        """Return an identifier of the rank's machine."""
-        return self.boot_id or self.host
+    machine: str = ""
+    package: str = ""
+    size: int = 1
+    domain: str = ""
 
 
-def take_placement(host: str, bus_id: str | None, tree: DeviceTree | None) -> Placement:
-    """Return the placement of this rank.
+Ranks = list[int]
+
+
+def found_tree(placements: Sequence[Placement]) -> Topology:
+    """Return the tree of the hosts and GPUs on which the ranks run, numbered by their lowest rank.
+
+    The hosts of an NVLink domain are one node, if the domains have equal numbers of ranks.
 
     Args:
-        host: host name.
-        bus_id: PCI address of the rank's device in any form, or None.
-        tree: this node's devices, or None.
+        placements: placement of every rank, in rank order.
 
     Raises:
-        ValueError: if the bus id is not a PCI address.
+        ValueError: if hosts or GPUs have different numbers of ranks.
     """
-    address = None if bus_id is None else normal_bus_id(bus_id)
-    packages = dict(zip(tree.bus_ids or (), tree.packages or (), strict=False)) if tree else {}
-    boot_id = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
-    return Placement(host, boot_id, address, packages.get(address or ""))
+    hosts = _hosts(placements)
+    _check_equal(hosts, placements, "host", "start equally many ranks on each host")
+    packages = [package for ranks in hosts for package in _packages(ranks, placements)]
+    _check_equal(packages, placements, "GPU", f"use all devices of each GPU, {STATE}")
+    nodes = _nodes(hosts, placements)
+    ranks_per_gpu = len(packages[0])
+    hosts_per_node = len(nodes[0])
+    machine = Topology(
+        FOUND,
+        nodes=len(nodes),
+        gpus_per_node=len(hosts[0]) * hosts_per_node // ranks_per_gpu,
+        ranks_per_gpu=ranks_per_gpu,
+        hosts_per_node=hosts_per_node,
+        sources=dict.fromkeys(("nodes", "gpus_per_node", "ranks_per_gpu"), SOURCE),
+    )
+    return _ordered(machine, [host for node in nodes for host in node], placements)
+
+
+def placed(topology: Topology, placements: Sequence[Placement]) -> Topology:
+    """Return a stated machine with the order in which the ranks run on it.
+
+    Args:
+        topology: the machine. An emulated one, and a stated order, are not changed.
+        placements: placement of every rank, in rank order.
+
+    Raises:
+        ValueError: if the ranks do not run on such a machine, naming two ranks and their host.
+    """
+    if topology.emulated:
+        return topology
+    if topology.order is None:
+        topology = _ordered(topology, _hosts(placements), placements)
+    check_placements(topology, placements)
+    return topology
+
+
+def _nodes(hosts: Sequence[Ranks], placements: Sequence[Placement]) -> list[list[Ranks]]:
+    """Return the hosts of each node: those of one NVLink domain, or else one host."""
+    domains = []
+    for ranks in hosts:
+        found = {placements[rank].domain for rank in ranks}
+        domains.append(found.pop() if len(found) == 1 else "")
+    nodes: dict[str, list[Ranks]] = {}
+    for domain, ranks in zip(domains, hosts, strict=True):
+        nodes.setdefault(domain, []).append(ranks)
+    if "" in nodes or len({len(node) for node in nodes.values()}) > 1:
+        return [[ranks] for ranks in hosts]
+    return list(nodes.values())
+
+
+def _ordered(
+    machine: Topology, hosts: Sequence[Ranks], placements: Sequence[Placement]
+) -> Topology:
+    """Return the machine with the ranks of its hosts in order, GPU by GPU."""
+    order = [0] * len(placements)
+    position = 0
+    for ranks in hosts:
+        for package in _packages(ranks, placements):
+            for rank in package:
+                order[rank] = position
+                position += 1
+    first_hosts = hosts[:: machine.hosts_per_node]
+    names = tuple(placements[ranks[0]].host for ranks in first_hosts)
+    named = len({*names}) == len(names) == machine.nodes
+    return replace(
+        machine,
+        order=None if order == sorted(order) else tuple(order),
+        hosts=names if named else None,
+    )
+
+
+def _grouped(ranks: Iterable[int], keys: Sequence[Hashable]) -> list[Ranks]:
+    """Return groups of the ranks with equal keys, in the order of their first rank."""
+    groups: dict[Hashable, Ranks] = {}
+    for rank, key in zip(ranks, keys, strict=True):
+        groups.setdefault(key, []).append(rank)
+    return list(groups.values())
+
+
+def _hosts(placements: Sequence[Placement]) -> list[Ranks]:
+    """Return the ranks of each host."""
+    return _grouped(range(len(placements)), [placement.machine for placement in placements])
+
+
+def _packages(ranks: Sequence[int], placements: Sequence[Placement]) -> list[Ranks]:
+    """Return the ranks of each GPU package of a host.
+
+    Ranks whose package is unknown are taken to use the devices in the order of the ranks.
+    """
+    keys = [
+        placements[rank].package or index // placements[rank].size
+        for index, rank in enumerate(ranks)
+    ]
+    return _grouped(ranks, keys)
+
+
+def _check_equal(
+    groups: Sequence[Ranks], placements: Sequence[Placement], unit: str, way_out: str
+) -> None:
+    """Check that groups have equal numbers of ranks; the error names the first odd group."""
+    usual = Counter(map(len, groups)).most_common(1)[0][0]
+    for ranks in groups:
+        if len(ranks) == usual:
+            continue
+        first = placements[ranks[0]]
+        where = repr(first.host) if unit == "host" else f"{first.package} of host {first.host!r}"
+        raise ValueError(
+            f"{unit} {where} has {len(ranks)} of the ranks ({compress(ranks)}) where others have "
+            f"{usual}, so the machine has no regular tree; {way_out}"
+        )
 
 
 def check_placements(topology: Topology, placements: Sequence[Placement]) -> None:
     """Check that ranks share a host, and a GPU if it is known, exactly if they do in the topology.
 
     Args:
-        topology: topology from the configuration, the tools or the launcher. An emulated one is not
-            checked.
+        topology: a machine that is not emulated.
         placements: placement of every rank, in rank order.
 
     Raises:
@@ -80,39 +191,31 @@ def check_placements(topology: Topology, placements: Sequence[Placement]) -> Non
         for placement in placements
     ]
     check_hosts(topology, labels)
-    if (
-        topology.emulated
-        or topology.ranks_per_gpu == 1
-        or any(placement.package is None for placement in placements)
-    ):
+    if topology.ranks_per_gpu == 1 or not all(placement.package for placement in placements):
         return
     for node in range(topology.nodes):
         ranks = topology.node_ranks(node)
         for first in range(0, len(ranks), topology.ranks_per_gpu):
             one, *others = ranks[first : first + topology.ranks_per_gpu]
-            odd = next(
-                (rank for rank in others if placements[rank].package != placements[one].package),
-                None,
-            )
+            own = placements[one]
+            odd = next((rank for rank in others if placements[rank].package != own.package), None)
             if odd is not None:
                 raise ValueError(
                     f"topology {topology.name!r} puts ranks {one} and {odd} on one GPU, but on "
-                    f"host {placements[one].host!r} they run on {placements[one].bus_id} and "
-                    f"{placements[odd].bus_id}, which are different GPUs; bind ranks in the order "
-                    "that `zero-topo topology` prints on a node, or state the order in the "
-                    "topology's JSON"
+                    f"host {own.host!r} they run on {own.package} and {placements[odd].package}, "
+                    "which are different GPUs; correct its ranks_per_gpu or its order, or leave "
+                    '"topology" out: the ranks then find it'
                 )
 
 
 def check_hosts(topology: Topology, hosts_by_rank: Sequence[str]) -> None:
-    """Check that two ranks share a host exactly if the topology puts them on one node.
+    """Check that two ranks share a host exactly if the topology puts them on one.
 
-    The names only have to distinguish hosts (a host name or a boot id); they are not compared with
-    ``topology.hosts``, because schedulers and hosts do not always agree on names. An emulated
-    topology is not checked.
+    The names only have to distinguish hosts. They are not compared with ``topology.hosts``, because
+    schedulers and hosts do not always agree on names.
 
     Args:
-        topology: topology from the configuration or the launcher.
+        topology: a machine that is not emulated.
         hosts_by_rank: the host name that each rank reports, ``[world_size]``, in rank order.
 
     Raises:
@@ -123,8 +226,6 @@ def check_hosts(topology: Topology, hosts_by_rank: Sequence[str]) -> None:
             f"{len(hosts_by_rank)} ranks report a host but topology {topology.name!r} has "
             f"{topology.world_size} ranks; start as many ranks as the topology has"
         )
-    if topology.emulated:
-        return
     if topology.nodes > 1 and len(set(hosts_by_rank)) == 1:
         raise ValueError(
             f"all {topology.world_size} ranks run on host {hosts_by_rank[0]!r} but topology "
@@ -135,40 +236,40 @@ def check_hosts(topology: Topology, hosts_by_rank: Sequence[str]) -> None:
             f"{topology.gpus_per_node}, "
             f'"gcds_per_gpu": {topology.ranks_per_gpu}}}}}'
         )
-    home: dict[str, int] = {}
-    for node in range(topology.nodes):
-        ranks = topology.node_ranks(node)
-        host = _check_one_host(topology, node, [(rank, hosts_by_rank[rank]) for rank in ranks])
+    home: dict[str, Ranks] = {}
+    ranks = [topology.rank_at(position) for position in range(topology.world_size)]
+    per_host = topology.world_size // (topology.nodes * topology.hosts_per_node)
+    for first in range(0, len(ranks), per_host):
+        own = ranks[first : first + per_host]
+        host = _check_one_host(topology, own, hosts_by_rank)
         if host in home:
+            nodes = [topology.coordinates(of[0])[0] for of in (home[host], own)]
             raise ValueError(
-                f"host {host!r} runs the ranks {compress(topology.node_ranks(home[host]))} and "
-                f"{compress(ranks)}, which topology {topology.name!r} puts on nodes {home[host]} "
-                f"and {node}; {_way_out(topology)}"
+                f"host {host!r} runs the ranks {compress(home[host])} and {compress(own)}, which "
+                f"topology {topology.name!r} puts on nodes {nodes[0]} and {nodes[1]}; "
+                f"{_way_out(topology)}"
             )
-        home[host] = node
+        home[host] = own
 
 
-def _check_one_host(topology: Topology, node: int, placed: Sequence[tuple[int, str]]) -> str:
-    """Return the host of a node from the ``(rank, host)`` pairs of its ranks.
+def _check_one_host(topology: Topology, ranks: Ranks, hosts_by_rank: Sequence[str]) -> str:
+    """Return the host of ranks that the topology puts on one.
 
     Raises:
-        ValueError: if its ranks are on several hosts.
+        ValueError: if they are on several.
     """
-    (host, _), *others = Counter(name for _, name in placed).most_common()
+    (host, _), *others = Counter(hosts_by_rank[rank] for rank in ranks).most_common()
     if others:
         odd = others[-1][0]
-        strays = [rank for rank, name in placed if name == odd]
+        strays = [rank for rank in ranks if hosts_by_rank[rank] == odd]
+        node = topology.coordinates(ranks[0])[0]
         raise ValueError(
-            f"topology {topology.name!r} puts ranks {compress([rank for rank, _ in placed])} on "
-            f"node {node}, but of these host {odd!r} runs {compress(strays)} and host {host!r} "
-            f"others; {_way_out(topology)}"
+            f"topology {topology.name!r} puts ranks {compress(ranks)} on node {node}, but of these "
+            f"host {odd!r} runs {compress(strays)} and host {host!r} others; {_way_out(topology)}"
         )
     return host
 
 
 def _way_out(topology: Topology) -> str:
-    return (
-        f"start {topology.ranks_per_node} ranks on each host in the placement the topology states "
-        "(block unless it has "
-        'an "order"), or describe the real placement with an "order" in the topology\'s JSON'
-    )
+    per_host = topology.ranks_per_node // topology.hosts_per_node
+    return f'start {per_host} ranks on each host, or leave "topology" out: the ranks then find it'

@@ -29,6 +29,7 @@ class Machine:
         links: per domain, as in :class:`Topology`, with every rank of the node in use.
         sources: where each fact was published and what was assumed.
         rates: how fast a rank computes and what its links reach, or None if unknown.
+        hosts_per_node: hosts in each node: several where NVLink joins them, as in an NVL72.
         launch: null if no file in ``launch/machines`` describes batch jobs of this machine.
     """
 
@@ -41,6 +42,7 @@ class Machine:
     links: Mapping[LinkedDomain, Link]
     sources: Mapping[str, str]
     rates: Rates | None = None
+    hosts_per_node: Count = 1
     launch: bool | None = True
 
     @property
@@ -48,14 +50,10 @@ class Machine:
         """Return the ranks in each node; None means as many as a one-node world has."""
         return None if self.gpus_per_node is None else self.gpus_per_node * self.ranks_per_gpu
 
-    def origins(self, why: str = "") -> dict[str, str]:
-        """Return the sources of the topology fields from this machine; ``why`` is the reason for
-        its choice.
-        """
+    def origins(self) -> dict[str, str]:
+        """Return the sources of the topology fields from this machine."""
         optional = (key for key in ("links", "memory_per_rank") if getattr(self, key))
-        return dict.fromkeys(
-            ("gpus_per_node", "ranks_per_gpu", *optional), f"preset {self.name}{why}"
-        )
+        return dict.fromkeys(("gpus_per_node", "ranks_per_gpu", *optional), f"preset {self.name}")
 
     def topology(self, nodes: int, ranks_per_node: int) -> Topology:
         """Return a topology of ``nodes`` nodes of this machine, without sources."""
@@ -66,6 +64,7 @@ class Machine:
             ranks_per_gpu=self.ranks_per_gpu,
             links=self.links,
             memory_per_rank=self.memory_per_rank,
+            hosts_per_node=self.hosts_per_node,
         )
 
 
@@ -109,17 +108,19 @@ def assumptions(name: str) -> list[str]:
     ]
 
 
-def load_preset(name: str, world_size: int) -> Topology:
+def load_preset(name: str, world_size: int | None) -> Topology:
     """Return the topology of a known machine with as many nodes as ``world_size`` ranks fill.
 
     Args:
         name: one of :func:`preset_names`.
-        world_size: total number of ranks.
+        world_size: total number of ranks; None is one node.
 
     Raises:
         ValueError: if the name is unknown or the ranks do not fill whole nodes.
     """
     machine = load_machine(name)
+    if world_size is None:
+        world_size = machine.ranks_per_node or 1
     read(Count, "world size", world_size)
     per_node = machine.ranks_per_node or world_size
     if world_size % per_node:

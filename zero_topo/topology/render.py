@@ -1,20 +1,15 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Renders a topology as plain text, one line per level of the tree, and a node's devices in the
-order to bind ranks.
-"""
+"""Renders a topology as plain text, one line per level of the tree."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from zero_topo.topology.devices import DeviceTree
 from zero_topo.topology.model import Topology
 from zero_topo.units import format_bytes, format_rate, format_seconds
 
 NODES_SHOWN = 4
 """Nodes listed by name and ranks; one line summarizes the others."""
-VISIBLE: Mapping[str, str] = {"amd-smi": "ROCR_VISIBLE_DEVICES", "rocm-smi": "ROCR_VISIBLE_DEVICES"}
-"""Tool -> the variable that makes devices visible; CUDA's for all others."""
 
 
 def render_tree(topology: Topology) -> str:
@@ -35,11 +30,7 @@ def render_tree(topology: Topology) -> str:
     ]
     lines += _levels(topology)
     lines += _nodes(topology)
-    lines += [
-        f"  {key} <- {source}" for key, source in topology.sources.items() if key != "warning"
-    ]
-    if "warning" in topology.sources:  # last, where it is noticed
-        lines.append(f"warning: {topology.sources['warning']}")
+    lines += [f"  {key} <- {source}" for key, source in topology.sources.items()]
     return "\n".join(lines)
 
 
@@ -111,31 +102,3 @@ def compress(numbers: Sequence[int]) -> str:
 
 def _count(n: int, noun: str) -> str:
     return f"{n} {noun}{'' if n == 1 else 's'}"
-
-
-def render_devices(tree: DeviceTree) -> str:
-    """Render the order of the ranks as options and variables of launchers, the sources of the tree,
-    and warnings.
-    """
-    order = ",".join(map(str, recommended_order(tree)))
-    lines = [
-        f"node: {tree.count} devices in {len(tree.groups())} GPUs ({tree.tool})",
-        f"recommended order of ranks: devices {order}",
-        f"  srun --gpu-bind=map_gpu:{order}",
-        f"  export {VISIBLE.get(tree.tool, 'CUDA_VISIBLE_DEVICES')}={order}  (deepspeed, torchrun)",
-        *(f"  {key} <- {source}" for key, source in tree.sources.items()),
-        *(f"warning: {warning}" for warning in tree.warnings()),
-    ]
-    return "\n".join(lines)
-
-
-def recommended_order(tree: DeviceTree) -> tuple[int, ...]:
-    """Return the device of each local rank such that consecutive ranks share a GPU, then a NUMA
-    node.
-    """
-    nodes = [node or 0 for node in tree.numa or (None,) * tree.count]
-    return tuple(
-        device
-        for group in sorted(tree.groups(), key=lambda group: nodes[group[0]])
-        for device in group
-    )

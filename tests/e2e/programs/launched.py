@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What a rank sees of its job: `launched.py FOLDER` writes `FOLDER/RANK.json` (no torch)."""
+"""What a rank sees of its job: `launched.py FOLDER [PRESET]` writes `FOLDER/RANK.json`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ import socket
 import sys
 from pathlib import Path
 
-from zero_topo.topology import discover
+import torch
+import torch.distributed as dist
+
+from zero_topo.engine.agreement import gather_placements
+from zero_topo.topology import resolve_topology
 
 NAMES = (
     "RANK",
@@ -20,7 +24,11 @@ NAMES = (
     "MASTER_PORT",
     "OMP_NUM_THREADS",
 )
-topology = discover(os.environ, lambda: (None, ()))
+setting = sys.argv[2] if len(sys.argv) > 2 else "auto"
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+placements = gather_placements(torch.device("cpu"))
+topology = resolve_topology(setting, dist.get_world_size(), placements)
 seen = {
     "env": {
         name: os.environ.get(name)
@@ -28,6 +36,8 @@ seen = {
     },
     "host": socket.gethostname(),
     "topology": topology.to_json(),
-    "place": topology.coordinates(int(os.environ["RANK"])),
+    "place": topology.coordinates(rank),
 }
-Path(sys.argv[1], f"{os.environ['RANK']}.json").write_text(json.dumps(seen))
+Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(seen))
+dist.barrier()
+dist.destroy_process_group()

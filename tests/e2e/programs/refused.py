@@ -74,11 +74,20 @@ def odd(good: Json, rank: int) -> dict[str, Call]:
         "block": lambda: engine({**good, "zero_topo": {**good["zero_topo"], "seed": rank}}),
         "model": lambda: engine(good, width=4 + rank),
         "own_rate": lambda: with_optimizer(good, lr=0.5 + rank),
+        "machine": lambda: engine({**good, "zero_topo": {"scheme": "zero3", "weights": 3}}),
+        "hosts": lambda: on_two_hosts(good, rank),
         "version": lambda: patch.object(torch, "__version__", f"2.13.{rank}")(engine)(good),
         "nothing": lambda: trains(
             {**good, "steps_per_print": 1 + rank, "wall_clock_breakdown": rank == 1}
         ),
     }
+
+
+def on_two_hosts(good: Json, rank: int) -> Any:
+    """What `initialize` says of one node, as each rank says that it runs on a host of its own."""
+    one_node = {"nodes": 1, "gpus_per_node": int(os.environ["WORLD_SIZE"]), "ranks_per_gpu": 1}
+    with patch.dict(os.environ, NCCL_HOSTID=f"host {rank}"):
+        return engine({**good, "zero_topo": {"topology": one_node, "scheme": "zero3"}})
 
 
 def with_optimizer(config: Json, lr: float) -> Any:
