@@ -1,0 +1,277 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Every public method of FSDP2's modules, and every parameter of ``fully_shard``: as under FSDP2,
+or refused in a line.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import Shard
+
+import zero_topo.fsdp as topo
+from tests.harness import run_threads
+from tests.marks import late, often
+from tests.ranks.fsdp_scripts import EXACT, both, loss_of, machine, make, net, shard_plainly, train
+from zero_topo.fsdp.settings import REFUSED
+
+
+def everywhere(name: str, *args: Any, **kwargs: Any) -> Callable[[Any], None]:
+    """A call on each sharded module."""
+
+    def call(model: Any) -> None:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                getattr(module, name)(*args, **kwargs)
+
+    return call
+
+
+def divided(name: str) -> Callable[[Any], None]:
+    """A factor that is not the number of ranks, and another for one block."""
+
+    def call(model: Any) -> None:
+        everywhere(name, 1.5)(model)
+        model.blocks[0].set_gradient_divide_factor(factor=7.0)
+        everywhere("set_force_sum_reduction_for_comms", True)(model)
+
+    return call
+
+
+def gather_by_hand(model: Any) -> None:
+    """Gather some modules before their turn."""
+    model.unshard()
+    model.blocks[0].unshard(async_op=True).wait()
+    model.reshard()
+
+
+METHODS: dict[str, Callable[[Any], None]] = {
+    "reshard": lambda model: model.reshard(),
+    "unshard": gather_by_hand,
+    "reset_iter_state": lambda model: model.reset_iter_state(),
+    "set_is_last_backward": lambda model: model.set_is_last_backward(is_last_backward=False),
+    "set_requires_gradient_sync": lambda model: model.set_requires_gradient_sync(True),
+    "set_requires_all_reduce": lambda model: model.set_requires_all_reduce(
+        requires_all_reduce=False, recurse=True
+    ),
+    "set_reshard_after_forward": everywhere("set_reshard_after_forward", True),
+    "set_reshard_after_backward": everywhere("set_reshard_after_backward", False),
+    "set_modules_to_forward_prefetch": lambda model: model.set_modules_to_forward_prefetch(
+        list(model.blocks)
+    ),
+    "set_modules_to_backward_prefetch": lambda model: model.set_modules_to_backward_prefetch(
+        list(model.blocks)
+    ),
+    "set_post_optim_event": lambda model: model.set_post_optim_event(torch.Event("cpu")),
+    "set_reduce_scatter_divide_factor": divided("set_reduce_scatter_divide_factor"),
+    "set_gradient_divide_factor": divided("set_gradient_divide_factor"),
+    "set_force_sum_reduction_for_comms": everywhere(
+        "set_force_sum_reduction_for_comms", enable=False
+    ),
+    "set_reduce_scatter_unused_params": everywhere("set_reduce_scatter_unused_params", True),
+    "set_reduce_scatter_max_input_buffers": everywhere("set_reduce_scatter_max_input_buffers", 2),
+    "set_unshard_in_backward": everywhere("set_unshard_in_backward", True),
+}
+"""Methods that are honoured, each with a call that changes what FSDP2 does."""
+
+REFUSED_CALLS: dict[str, tuple[Any, ...]] = {
+    "set_all_reduce_hook": (print,),
+    "set_custom_all_gather": (None,),
+    "set_custom_reduce_scatter": (None,),
+    "set_separate_reduce_scatter_group": (),
+    "set_allocate_memory_from_process_group_for_comm": (True,),
+    "set_symm_mem_for_comm": (),
+}
+
+
+def test_every_method_is_honoured_or_refused() -> None:
+    """A method that a new torch adds is neither, until somebody decides."""
+    public = {name for name in vars(FSDPModule) if not name.startswith("_")}
+    assert public == {*METHODS, *REFUSED}
+    assert REFUSED_CALLS.keys() == REFUSED.keys()
+
+
+def with_setting(block: Mapping[str, Any] | None, names: tuple[str, ...]) -> list[float]:
+    """Losses after calls of some methods."""
+    model, optimizer = make(block, torch.optim.SGD)
+    losses = train(model, optimizer, range(1))
+    for name in names:
+        METHODS[name](model)
+    return [*losses, *train(model, optimizer, range(1, 4))]
+
+
+DIVISION = ("set_gradient_divide_factor", "set_reduce_scatter_divide_factor")
+TOGETHER = tuple(name for name in METHODS if name not in DIVISION)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [TOGETHER, DIVISION[:1], *(late((name,)) for name in METHODS if name != DIVISION[0])],
+    ids=lambda names: "-".join(names) if len(names) < 3 else "together",
+)
+def test_settings_are_those_of_fsdp2(names: tuple[str, ...]) -> None:
+    """Losses with the settings equal those of plain FSDP2."""
+    found, expected = both(with_setting, names)
+    assert found == pytest.approx(expected, abs=1e-6)
+
+
+def divided_before(block: Mapping[str, Any] | None, divisor: float | None) -> list[float]:
+    """Losses of a trainer that sets the division before ``attach``."""
+    model = net()
+    if block is None:
+        shard_plainly(model)
+        everywhere("set_gradient_divide_factor", 1.5 if divisor is None else divisor)(model)
+        everywhere("set_force_sum_reduction_for_comms", True)(model)
+        return train(model, torch.optim.SGD(model.parameters(), lr=1e-2), range(3))
+    mesh = topo.shard_mesh(machine(block))
+    for inner in model.blocks:
+        fully_shard(inner, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    everywhere("set_gradient_divide_factor", 1.5)(model)
+    topo.attach(model, machine(block), divisor=divisor)
+    return train(model, topo.shard_optimizer(torch.optim.SGD, model, lr=1e-2), range(3))
+
+
+@pytest.mark.parametrize("divisor", [None, late(3.0)])
+@pytest.mark.parametrize("weights", ["node", late("rank")])
+def test_a_division_before_attach_is_kept(divisor: float | None, weights: str) -> None:
+    """Unless ``attach`` is given another one."""
+    block = {**EXACT, "weights": weights, "gradients": weights}
+    found = run_threads(4, lambda rank: divided_before(block, divisor))[0]
+    expected = run_threads(4, lambda rank: divided_before(None, divisor))[0]
+    assert found == pytest.approx(expected, abs=1e-6)
+
+
+def refused_method(rank: int) -> dict[str, str]:
+    """What is said of each refused call."""
+    model, _ = make(EXACT)
+    lines = {}
+    for name, args in REFUSED_CALLS.items():
+        with pytest.raises(ValueError) as error:
+            getattr(model.blocks[0], name)(*args)
+        lines[name] = str(error.value)
+    return lines
+
+
+def test_refused_methods_say_what_to_do() -> None:
+    """In one line that begins with the name."""
+    for lines in run_threads(4, refused_method):
+        for name, line in lines.items():
+            assert line == f"{name}: {REFUSED[name]}" and "\n" not in line
+
+
+def hooked(rank: int) -> str:
+    """A hook that was set before ``attach``."""
+    model = net()
+    fully_shard(model, mesh=topo.shard_mesh(machine()))
+    model.set_all_reduce_hook(print)
+    with pytest.raises(ValueError) as error:
+        topo.attach(model, machine())
+    return str(error.value)
+
+
+def test_a_hook_that_was_set_before_is_refused() -> None:
+    """It would see sums of one node."""
+    assert all(line.startswith("set_all_reduce_hook: ") for line in run_threads(4, hooked))
+
+
+# -- parameters of fully_shard ---------------------------------------------------------------------
+
+OPTIONS: dict[str, Any] = {
+    "reshard_after_forward": False,
+    "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),
+    "offload_policy": OffloadPolicy(),
+    "ignored_params": set(),
+    "shard_placement_fn": lambda param: None,
+}
+REFUSED_OPTIONS: dict[str, tuple[Any, str]] = {
+    "mesh": (None, "leave it out"),
+    "dp_mesh_dims": (None, "leave it out"),
+    "offload_policy": (CPUOffloadPolicy(), "offload_policy: "),
+    "shard_placement_fn": (lambda param: Shard(param.dim() - 1), "need Shard(0)"),
+    "ignored_params": (None, "give it an optimizer of its own"),
+    "module": (None, "pass modules=[[norm"),
+}
+
+
+def test_every_parameter_is_honoured_or_refused() -> None:
+    """A parameter that a new torch adds is neither, until somebody decides."""
+    assert set(inspect.signature(fully_shard).parameters) == {*OPTIONS, *REFUSED_OPTIONS}
+
+
+def with_option(block: Mapping[str, Any] | None, name: str) -> list[float]:
+    """Losses of a model that was sharded with an option."""
+    model = net()
+    options = {name: OPTIONS[name]}
+    if block is not None:
+        topo.fully_shard(model, machine(block), **options)
+        return train(model, topo.shard_optimizer(torch.optim.SGD, model, lr=1e-2), range(2))
+    mesh = init_device_mesh("cpu", (4,))
+    for inner in model.blocks:
+        fully_shard(inner, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    return train(model, torch.optim.SGD(model.parameters(), lr=1e-2), range(2))
+
+
+@pytest.mark.parametrize("name", often(("reshard_after_forward",), OPTIONS))
+def test_options_are_those_of_fsdp2(name: str) -> None:
+    """Losses with the option equal those of plain FSDP2."""
+    found, expected = both(with_option, name)
+    assert found == pytest.approx(expected, abs=1e-6)
+
+
+def refused_option(rank: int, name: str) -> str:
+    """What is said of an option."""
+    model = net()
+    option = REFUSED_OPTIONS[name][0]
+    with pytest.raises(ValueError) as error:
+        if name == "module":
+            topo.fully_shard(list(model.blocks), machine())  # type: ignore[arg-type]
+        elif name == "ignored_params":
+            topo.fully_shard(model, machine(), ignored_params={model.inp.weight})
+            topo.shard_optimizer(torch.optim.SGD, model)
+        else:
+            topo.fully_shard(model, machine(), **{name: option})
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", REFUSED_OPTIONS)
+def test_refused_options_say_what_to_do(name: str) -> None:
+    """In one line, on every rank."""
+    for line in run_threads(4, refused_option, name):
+        assert REFUSED_OPTIONS[name][1] in line and "\n" not in line
+
+
+def unfinished(block: Mapping[str, Any] | None) -> list[float]:
+    """Losses around a backward pass that fails in the middle."""
+    model, optimizer = make(block)
+    losses = train(model, optimizer, range(1))
+    handle = model.inp.register_full_backward_hook(_fail)
+    with pytest.raises(ZeroDivisionError):
+        loss_of(model, 7).backward()
+    handle.remove()
+    model.reset_iter_state()
+    model.zero_grad()
+    return [*losses, *train(model, optimizer, range(1, 4))]
+
+
+def _fail(*args: Any) -> None:
+    raise ZeroDivisionError
+
+
+def test_a_failed_pass_leaves_nothing() -> None:
+    """After ``reset_iter_state`` and ``zero_grad`` the training goes on as under plain FSDP2."""
+    found, expected = both(unfinished)
+    assert found == pytest.approx(expected, abs=1e-6)

@@ -1,0 +1,75 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""FSDP2's settings of a sharded module: which we follow, and which we refuse. FSDP2 does the rest
+itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from torch.distributed.fsdp import FSDPModule
+
+COLLECTIVES = "the model's collectives are those of the block; leave the call out"
+REFUSED = {
+    "set_all_reduce_hook": (
+        "its tensor would be the sum of the ranks that share weights, not of all; leave it out, "
+        'or set "sync" in the block'
+    ),
+    "set_custom_all_gather": COLLECTIVES,
+    "set_custom_reduce_scatter": COLLECTIVES,
+    "set_separate_reduce_scatter_group": COLLECTIVES,
+    "set_allocate_memory_from_process_group_for_comm": (
+        'messages lie in NCCL\'s memory if the block has "registered_buffers": true; leave it out'
+    ),
+    "set_symm_mem_for_comm": (
+        'messages lie in NCCL\'s memory if the block has "registered_buffers": true; leave it out'
+    ),
+}
+"""Methods of an FSDP module that have no effect, or a wrong one, and what to do."""
+
+
+def before_attach(module: Any, name: str) -> Any:
+    """Return FSDP2's own setting of a module: no public call returns it."""
+    groups = module._get_fsdp_state()._fsdp_param_groups
+    return next((getattr(group, name) for group in groups), None)
+
+
+def refuse(module: FSDPModule) -> None:
+    """Let the refused methods of a module raise ValueError; raise it for a hook that is set."""
+    if before_attach(module, "_all_reduce_hook") is not None:
+        raise ValueError(f"set_all_reduce_hook: {REFUSED['set_all_reduce_hook']}")
+    for name, reason in REFUSED.items():
+        follow(module, name, _Refusal(name, reason))
+
+
+class _Refusal:
+    def __init__(self, name: str, reason: str) -> None:
+        self._line = f"{name}: {reason}"
+
+    def __call__(self, **given: Any) -> None:
+        raise ValueError(self._line)
+
+
+def follow(module: Any, name: str, react: Callable[..., None], call: bool = True) -> None:
+    """Call a function with the arguments of FSDP2's method of a module, by FSDP2's names.
+
+    Args:
+        module: the module.
+        name: the method.
+        react: the function, called first.
+        call: whether FSDP2's own method is called too.
+    """
+    own = getattr(module, name)
+    signature = inspect.signature(own)
+
+    @wraps(own)
+    def followed(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        react(**given.arguments)
+        return own(*args, **kwargs) if call else None
+
+    setattr(module, name, followed)
