@@ -611,8 +611,15 @@ def refused(rank: int, which: str) -> str:
             topo.fully_shard(model, block)
             topo.shard_optimizer(torch.optim.AdamW, model, small().parameters())
         elif which == "muon":
+            model.requires_grad_(False)
+            model.head.weight.requires_grad_(True)
             topo.fully_shard(model, block)
             topo.shard_optimizer(torch.optim.Muon, model, [model.head.weight])
+        elif which == "a part":
+            topo.fully_shard(model, block)
+            topo.shard_optimizer(torch.optim.AdamW, model, [model.head.weight])
+        elif which == "twice":
+            topo.attach(topo.fully_shard(model, block), block)
     return str(error.value)
 
 
@@ -628,6 +635,8 @@ def refused(rank: int, which: str) -> str:
         "meta": "call model.to_empty",
         "foreign": "are not the model's",
         "muon": "2D",
+        "a part": "freeze it by requires_grad_(False)",
+        "twice": "attach a model once",
     }.items(),
 )
 def test_mistakes_are_refused_in_a_line(which: str, words: str) -> None:

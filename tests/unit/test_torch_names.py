@@ -12,6 +12,9 @@ PRIVATE = {
         "tells passes apart, of which one may run inside another: ModuleTracker.is_bw, which is "
         "public, says only that one runs"
     ),
+    "torch._C._current_autograd_node": (
+        "tells the end of a reentrant checkpoint's pass from that of the pass around it"
+    ),
     "torch.autograd.Variable._execution_engine.queue_callback": (
         "reports the end of a backward pass. No hook of a tensor or module is last: at the end, in "
         "a callback queued so, FSDP2 reduces modules whose inputs need no gradient, and a pass of "
@@ -26,6 +29,14 @@ PRIVATE = {
     ),
     "torch.distributed.distributed_c10d._world.pg_names": (
         "how many groups a rank is in: split_group names groups by that number (mesh.py)"
+    ),
+    **dict.fromkeys(
+        (
+            "torch.utils._pytree.tree_leaves",
+            "torch.utils._pytree.tree_map",
+            "torch.utils._pytree.tree_map_only",
+        ),
+        "a tensor subclass gets arguments in lists and dictionaries; torch's own use these",
     ),
     **dict.fromkeys(
         (

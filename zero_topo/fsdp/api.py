@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from zero_topo.collectives.meter import Meter
 from zero_topo.config import ResolvedConfig
 from zero_topo.engine.agreement import agree, check_agreement, gather_placements
-from zero_topo.fsdp.block import resolve, state_mesh
+from zero_topo.fsdp.block import resolve, state_mesh, whole_mesh
 from zero_topo.fsdp.collectives import install
 from zero_topo.fsdp.host import Host, check_sharding
 from zero_topo.fsdp.modules import elements_of_lists, inner_first
@@ -64,11 +65,7 @@ def fully_shard(
     Raises:
         ValueError: in one line, for a block or option that FSDP2 does not have.
     """
-    if "mesh" in options:
-        raise ValueError(
-            "mesh: fully_shard makes the mesh from the block; leave it out, or call torch's "
-            "fully_shard over shard_mesh(block) and then attach"
-        )
+    _refuse(model, options)
     config = _agreed(block)
     states = state_mesh(config.plan, _device().type)
     chosen: list[Any] = elements_of_lists(model) if modules is None else inner_first(model, modules)
@@ -85,8 +82,9 @@ def attach(model: nn.Module, block: Mapping[str, Any], divisor: float | None = N
     Args:
         model: the root module, sharded over :func:`shard_mesh` or an equal mesh.
         block: the keys of a ``zero_topo`` block.
-        divisor: what the sum of all ranks' gradients is divided by; None is the number of ranks.
-            Trainers that divide the loss by the tokens of all ranks need 1.
+        divisor: what the sum of all ranks' gradients is divided by. None is what FSDP2's
+            ``set_gradient_divide_factor`` has set, or the number of ranks. Trainers that divide the
+            loss by the tokens of all ranks need 1.
 
     Returns:
         The model. Build its optimizer by :func:`shard_optimizer` before the first backward pass.
@@ -98,18 +96,38 @@ def attach(model: nn.Module, block: Mapping[str, Any], divisor: float | None = N
     return _attached(model, _agreed(block), None, divisor)
 
 
+def _refuse(model: Any, options: Mapping[str, Any]) -> None:
+    """Raise ValueError for arguments of torch's ``fully_shard`` that have no place here."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"model is a {type(model).__name__}: pass the root module; modules that share a gather "
+            "go to modules, pass modules=[[norm, head]]"
+        )
+    for name in ("mesh", "dp_mesh_dims"):
+        if name in options:
+            raise ValueError(
+                f"{name}: fully_shard makes the mesh from the block; leave it out, or call torch's "
+                "fully_shard over shard_mesh(block) and then attach"
+            )
+    if isinstance(options.get("offload_policy"), CPUOffloadPolicy):
+        raise ValueError("offload_policy: offloaded shards are not supported; leave it out")
+
+
 def _attached(
     model: nn.Module, config: ResolvedConfig, states: DeviceMesh | None, divisor: float | None
 ) -> nn.Module:
     rank = dist.get_rank()
     plan = config.plan
     device = _device()
+    if hasattr(model, ATTACHED):
+        raise ValueError(f"{type(model).__name__} is attached already; attach a model once")
     check_sharding(model, plan, rank)
     meter = Meter(config.meter)
     registered = config.registered_buffers
     mesh = Mesh(plan, config.topology, meter, plan.pairs(), registered=registered)
     states = states or state_mesh(plan, device.type)
-    host = Host(model, config, mesh, states, divisor or plan.world_size)
+    whole = whole_mesh(plan, device.type)
+    host = Host(model, config, mesh, states, whole, divisor)
     show_log(rank)
     log_notes(rank, [f"machine: {config.machine.name}, {config.machine.shape}", *config.notes])
     select(device, config.kinds)

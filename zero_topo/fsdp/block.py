@@ -116,3 +116,13 @@ def state_mesh(plan: Plan, device_type: str) -> DeviceMesh:
     copies = plan.world_size // plan.optimizer
     ranks = torch.tensor(plan.rank_at).view(copies, parts, plan.weights)
     return DeviceMesh(device_type, ranks.permute(2, 1, 0), mesh_dim_names=("shard", "part", "copy"))
+
+
+def whole_mesh(plan: Plan, device_type: str) -> DeviceMesh:
+    """Create the mesh of the ranks whose parts are a whole state, for reductions. Collective.
+
+    ``DeviceMesh._flatten`` of "shard" and "part" would also serve gathers, and torch then orders
+    parts by rank, not by place.
+    """
+    ranks = torch.tensor(plan.rank_at).view(-1, plan.optimizer)
+    return DeviceMesh(device_type, ranks, mesh_dim_names=("copy", "whole"))["whole"]

@@ -33,6 +33,7 @@ from torch.utils.module_tracker import ModuleTracker
 from zero_topo.collectives.transport import all_gather_views, reduce_scatter
 from zero_topo.config.sync_config import Move, gather_moves, reduce_moves, rows_message
 from zero_topo.fsdp.host import Host, own_parameters, sharded_modules
+from zero_topo.fsdp.settings import before_attach, follow, refuse
 from zero_topo.quant.operands import FLOATS, View, at_blocks
 from zero_topo.quant.ops import cast_to
 from zero_topo.quant.spec import BlockSpec
@@ -43,15 +44,24 @@ def install(host: Host) -> None:
     if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
         raise ValueError("this torch has no custom collectives of FSDP2; install torch 2.13")
     config = host.config
-    for module in sharded_modules(host.model):
+    together = {module._get_fsdp_state()._modules: module for module in sharded_modules(host.model)}
+    for modules, module in together.items():
         stored = own_parameters(module)
         trained = [param for param in stored if param.requires_grad]
         computed = module._get_fsdp_state()._mp_policy.param_dtype
         module.set_custom_all_gather(Gather(host, config.weights_spec, stored, computed))
-        module.set_custom_reduce_scatter(Scatter(host, config.gradients_spec, trained))
+        scatter = Scatter(host, config.gradients_spec, trained)
+        scatter.params = stored
+        scatter.set_divisor(host.divisor or before_attach(module, "gradient_divide_factor"))
+        module.set_custom_reduce_scatter(scatter)
         # FSDP2 then divides nothing and asks for sums: the sum is divided once, in FP32.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+        for one in modules:
+            refuse(one)
+            follow(one, "set_gradient_divide_factor", scatter.set_divisor, call=False)
+            # Sums they are already.
+            follow(one, "set_force_sum_reduction_for_comms", lambda enable: None, call=False)
 
 
 class ModuleCollective:
@@ -175,13 +185,24 @@ class Gather(ModuleCollective):
 
 
 class Scatter(ModuleCollective):
-    """Reduce-scatters a module's gradients."""
+    """Reduce-scatters a module's gradients.
+
+    Attributes:
+        params: all parameters whose gradients it may reduce.
+        divisor: what sums are divided by.
+    """
+
+    params: Sequence[DTensor] = ()
+
+    def set_divisor(self, factor: float | None) -> None:
+        """Divide by a factor, or by the number of ranks."""
+        self.divisor = factor or float(self._host.config.plan.world_size)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate a buffer: FSDP2's first call in a module's reduction, before it reads the
         gradients of shards.
         """
-        self._host.before_reduction()
+        self._host.before_reduction(self.params, self.divisor)
         return super().allocate(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **how: Any) -> None:
@@ -192,7 +213,7 @@ class Scatter(ModuleCollective):
         parts = cut(input_tensor, sizes, hierarchy.size)
         sums = cut(output_tensor, sizes, 1)
         with self._host.mesh.meter.timing("scatter"):
-            reduce_scatter(hierarchy, parts, spec, sums, 1 / self._host.divisor).wait()
+            reduce_scatter(hierarchy, parts, spec, sums, 1 / self.divisor).wait()
 
 
 def cut(flat: Tensor, sizes: Sequence[int], members: int) -> list[View]:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -21,7 +21,7 @@ from zero_topo.mesh import Hierarchy, Mesh
 from zero_topo.plan import Plan
 
 
-def no_optimizer() -> None:
+def no_optimizer(params: Sequence[DTensor], divisor: float) -> None:
     """Refuse a backward pass."""
     raise RuntimeError(
         "a backward pass before zero_topo.fsdp.shard_optimizer: nothing would sync gradients "
@@ -38,8 +38,11 @@ class Host:
         config: the resolved block.
         mesh: the process groups of the plan.
         states: the mesh of optimizer states.
-        divisor: what the sum of all ranks' gradients is divided by.
-        before_reduction: the sharded optimizer's, called before FSDP2 reduces a module's gradients.
+        whole: the mesh of the ranks whose parts are a whole state.
+        divisor: what the sum of all ranks' gradients is divided by; None is FSDP2's setting of each
+            module, or the number of ranks.
+        before_reduction: the sharded optimizer's, called before FSDP2 reduces gradients of some
+            parameters, with these and their divisor.
         formula: bytes of the current step by the formulas: ``(phase, domain) -> bytes``.
     """
 
@@ -47,8 +50,9 @@ class Host:
     config: ResolvedConfig
     mesh: Mesh
     states: DeviceMesh
-    divisor: float
-    before_reduction: Callable[[], None] = no_optimizer
+    whole: DeviceMesh
+    divisor: float | None
+    before_reduction: Callable[[Sequence[DTensor], float], None] = no_optimizer
     formula: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     @cached_property

@@ -6,18 +6,18 @@ A step
        each parameter. The hook moves the gradient to the gradient shard ``[N / W, F]`` of
        :class:`~zero_topo.engine.gradients.Gradients`, so FSDP2 stores none. In the last backward
        pass of a step sync starts as soon as a run of parameters is complete.
-    2. At the end of that pass the runs are waited for, on a GPU by its stream alone. ``param.grad``
-       is then this rank's part of the gradient over the whole job, a DTensor of the parameter's
-       shape, on the mesh of optimizer states. Clipping by torch, or anything else that reads or
-       changes ``param.grad`` in place, therefore just works.
+    2. ``param.grad`` is this rank's part of the gradient over the whole job, a
+       :class:`~zero_topo.fsdp.part_tensor.PartTensor` of the parameter's shape. At the end of the
+       last backward pass it is synced, on a GPU by its stream alone. After another pass it is
+       synced when it is first read. Whatever reads or changes ``param.grad`` sees the gradient.
     3. :meth:`ShardedOptimizer.step` updates FP32 masters of the part, and sends them to all ranks
        that store the shard.
 
 The last backward pass
     Every backward pass counts as the last of its step unless FSDP2's own
-    ``set_is_last_backward(False)`` or ``set_requires_all_reduce(False)`` was called on the root
-    module. Another backward pass before the step takes ``param.grad`` back and adds to it; its sync
-    then sends only what is new.
+    ``set_is_last_backward(False)`` or ``set_requires_all_reduce(False)`` was called. Before FSDP2
+    reduces another one, the values of ``param.grad`` are in the gradient shard, the user's
+    included; sync then sends only what is new.
 
 Checkpoints
     The state dict has DTensors of the parameters' shapes, which torch's checkpoints save, and load
@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 
-from zero_topo.collectives.queue import OrderedQueue
+from zero_topo.collectives.queue import OrderedQueue, on_gpu
 from zero_topo.config.sparse_config import OkTopkSync
 from zero_topo.engine.agreement import check_replicas
 from zero_topo.engine.gradients import Gradients
@@ -45,6 +45,7 @@ from zero_topo.fsdp.host import Host, no_optimizer, own_parameters, sharded_modu
 from zero_topo.fsdp.parts import Part
 from zero_topo.fsdp.publish import Publisher
 from zero_topo.fsdp.residuals import summed_residuals
+from zero_topo.fsdp.settings import follow
 from zero_topo.plan import packed_runs
 from zero_topo.quant.operands import DTYPES, FLOATS, way_to_floats
 from zero_topo.quant.ops import cast_to
@@ -56,6 +57,12 @@ RESIDUAL = "zero_topo_residual"
 """Entries of a state dict that torch's own optimizers do not have: FP32 weights, the weights that
 belong to them if these are not their rounded values, and the residual of sync.
 """
+
+WITHOUT_OPTIMIZER = (
+    "it requires a gradient and the optimizer does not have it, so its gradient would not be "
+    "reduced between nodes; freeze it by requires_grad_(False) before shard_optimizer, or give it "
+    "a group with lr=0"
+)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -103,19 +110,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             group.update(_without_params(inner))
         self._build()
-        # Parts whose gradient has arrived since the last step; after `_show`, `param.grad` is
-        # theirs.
+        # Parts whose gradient has arrived since the last step.
         self._arrived: dict[Part, None] = {}
-        self._shown = False
-        self._last = True
+        # Whether sync has delivered all that has arrived.
+        self._synced = False
+        # FSDP2's flags: a pass is the last if all of them are set.
+        self._flags: dict[str, bool] = {}
         self._in_backward = False
+        # FSDP2's stream for reductions, which adds gradients; `_sync` waits for it.
+        self._reducing: torch.Stream | None = None
+        self._factor = 1.0  # of gradients that the current reduction adds
+        self._ended = 0  # steps, and gradients dropped
         self._counted = 0  # backward passes since the last step
         self.passes = 0
         self.formula: dict[tuple[str, str], int] = {}
         for part in self.parts.values():
-            part.param.register_post_accumulate_grad_hook(partial(self._collect, part))
-        for name in ("set_is_last_backward", "set_requires_all_reduce"):
-            self._follow(name)
+            collect = partial(self._collect, part)
+            handle = part.param.register_post_accumulate_grad_hook(collect)
+            # Hooks of the user then see our gradient, not FSDP2's of one node.
+            hooks: Any = part.param._post_accumulate_grad_hooks
+            hooks.move_to_end(handle.id, last=False)
+        self._follow_flags()
         host.before_reduction = self._before_reduction
 
     def _cut(self, chosen: set[Tensor]) -> dict[Tensor, Part]:
@@ -124,12 +139,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         parts: dict[Tensor, Part] = {}
         for name, param in host.model.named_parameters():
             if param in chosen:
-                parts[param] = Part(name, _checked(name, param), host.config, host.states)
+                parts[param] = Part(name, _checked(name, param), host)
         if unknown := chosen - parts.keys():
             raise ValueError(
                 f"{len(unknown)} parameters of the optimizer are not the model's, such as one of "
                 f"{tuple(next(iter(unknown)).shape)}; pass those of the model after fully_shard"
             )
+        for name, param in host.model.named_parameters():
+            if param.requires_grad and param not in chosen and isinstance(param, DTensor):
+                raise ValueError(f"{name}: {WITHOUT_OPTIMIZER}")
         if len({param.dtype for param in parts}) > 1:
             raise ValueError(
                 "trained parameters have several types; convert the model to one, and let "
@@ -179,17 +197,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.gradients = Gradients(layout, mesh, mode, wire, run_numel, lambda: 1.0, queue)
         self.publisher = Publisher(stored, weights, config, mesh, bucket, queue)
 
-    def _follow(self, name: str) -> None:
-        """Follow a call of FSDP2 on the root module that says whether the next pass is the last."""
-        model: Any = self.host.model
-        call = getattr(model, name)
+    def _follow_flags(self) -> None:
+        """Follow the calls of FSDP2 that say whether the next backward pass is the last."""
 
-        @wraps(call)
-        def followed(flag: bool, **options: Any) -> None:
-            self._last = flag
-            call(flag, **options)
+        def set_last(is_last_backward: bool) -> None:
+            self._flags["last"] = is_last_backward
 
-        setattr(model, name, followed)
+        def set_all_reduce(requires_all_reduce: bool, recurse: bool) -> None:
+            self._flags["all-reduce"] = requires_all_reduce
+
+        def set_gradient_sync(requires_gradient_sync: bool, recurse: bool) -> None:
+            self._flags["all-reduce"] = requires_gradient_sync  # as FSDP2 does
+
+        def reset() -> None:
+            self._in_backward = False  # the pass has failed
+
+        for module in sharded_modules(self.host.model):
+            follow(module, "set_is_last_backward", set_last)
+        root = self.host.model
+        follow(root, "set_requires_all_reduce", set_all_reduce)
+        follow(root, "set_requires_gradient_sync", set_gradient_sync)
+        follow(root, "reset_iter_state", reset)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group while the optimizer is built; later ones have no gradient shard."""
@@ -201,68 +229,120 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # -- backward pass -----------------------------------------------------------------------------
 
-    def _before_reduction(self) -> None:
-        """Prepare for FSDP2's reduction of a module: it will read ``param.grad``, and add to it."""
+    def _before_reduction(self, params: Sequence[Tensor], divisor: float) -> None:
+        """Prepare for FSDP2's reduction of a module: it adds to its parameters' ``param.grad``.
+
+        Args:
+            params: of the module.
+            divisor: what their sums are divided by.
+        """
+        # FSDP2 reduces nothing, and divides nothing, if one rank stores all weights.
+        self._factor = 1 / divisor if self.host.config.plan.weights == 1 else 1.0
         if not self._in_backward:
             self._in_backward = True
             self._counted += 1
+            self.gradients.reopen()
+        self._synced = False
+        for param in params:
+            if param in self.parts:
+                self._take_back(self.parts[param])
+            elif param.requires_grad:
+                raise RuntimeError(f"a parameter of {tuple(param.shape)}: {WITHOUT_OPTIMIZER}")
         # No public call reports the end of a backward pass; FSDP2 and DDP queue their own ends so.
         # It is queued for every module: if a pass fails, the next one still has an end.
         Variable._execution_engine.queue_callback(self._end_backward)
-        if self._shown:
-            self._take_back()
 
     def _end_backward(self) -> None:
+        if torch._C._current_autograd_node() is not None:
+            return  # of a reentrant checkpoint: the pass around it goes on
         self._in_backward = False
-        if self._last:
-            self._show()
+        if all(self._flags.values()):
+            self._sync()
+
+    @torch.no_grad()
+    def _take_back(self, part: Part) -> None:
+        """Unset ``param.grad``, and bring its values to the gradient shard if the user changed them
+        otherwise than in place.
+        """
+        grad = part.param.grad
+        if grad is not part.grad:
+            self._overwrite(part, None if grad is None else part.from_dtensor(grad))
+        elif part.synced is not None and part.copies > 1:
+            self._overwrite(part, part.synced)  # a copy of several rows
+        part.forget()
+
+    def _overwrite(self, part: Part, grad: Tensor | None) -> None:
+        """Replace what has arrived of a gradient."""
+        self._arrived.pop(part, None)
+        if grad is not None:
+            self._arrived[part] = None
+        if not part.width:
+            return
+        self.gradients.reopen([part.param_index])
+        part.store(self.gradients.buffer, self.gradients.mode.context.own_row, grad)
+        self.gradients.mark_added([part.param_index], False)
 
     @torch.no_grad()
     def _collect(self, part: Part, param: Tensor) -> None:
         """Move a gradient of FSDP2's shard to the gradient shard; start sync of complete runs."""
         grad = param.grad
         assert isinstance(grad, DTensor)
-        param.grad = None
         self._arrived[part] = None
+        self._show(part)
         if not part.width:
             return
-        host = self.host
-        # FSDP2 reduces nothing, and divides nothing, if one rank stores all weights.
-        factor = 1 / host.divisor if host.config.plan.weights == 1 else 1.0
         # FSDP2's stream for reductions is current: it adds here, and the queue of sync waits for
         # it.
+        local = grad.to_local()
+        if on_gpu(local.device):
+            self._reducing = torch.accelerator.current_stream(local.device)
         self.gradients.reopen([part.param_index])
-        part.add(self.gradients.buffer, grad.to_local(), factor)
-        self.gradients.mark_added([part.param_index], self._last)
+        part.add(self.gradients.buffer, local, self._factor)
+        self.gradients.mark_added([part.param_index], all(self._flags.values()))
+
+    def _show(self, part: Part) -> None:
+        part.show(self.gradients.optimizer_rows(), partial(self._read, part, self._ended))
+
+    def _read(self, part: Part, ended: int) -> Tensor:
+        """Return what a user reads of ``param.grad``. Collective, if it is not synced yet."""
+        if ended != self._ended:
+            raise RuntimeError(
+                f"{part.name}: its gradient was dropped by step() or zero_grad(); read param.grad "
+                "before, or copy it by param.grad.clone()"
+            )
+        if not self._synced and torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                f"{part.name}: its gradient is read in a backward pass, before it is reduced "
+                "between nodes; read param.grad after the pass"
+            )
+        self._sync()
+        assert part.synced is not None
+        return part.synced
 
     @torch.no_grad()
-    def _show(self) -> None:
-        """Finish sync, and set ``param.grad`` to the parts of the synced gradients. Collective."""
-        if self._shown or not self._arrived:
+    def _sync(self) -> None:
+        """Finish sync of what has arrived and the user has not dropped. Collective."""
+        if self._synced:
             return
-        self._shown = True
+        dropped = {part for part in self._arrived if part.param.grad is None}
+        for part in dropped:
+            self._overwrite(part, None)
+        if not self._arrived:
+            self.gradients.zero()
+            return
+        if self._reducing is not None:
+            torch.accelerator.current_stream(self._reducing.device).wait_stream(self._reducing)
+        self._synced = True
         self.gradients.sync()
         if self.gradients.mode.residual_owners() is not None:
             # Sync delivers residuals of all parameters, those without a new gradient included.
-            trained = (part for part in self.parts.values() if part.param.requires_grad)
-            self._arrived |= dict.fromkeys(trained)
+            for part in self.parts.values():
+                if part.param.requires_grad and part.param.grad is None and part not in dropped:
+                    self._show(part)
+                    self._arrived[part] = None
         rows = self.gradients.optimizer_rows()
         for part in self._arrived:
-            part.show(rows)
-
-    def _take_back(self) -> None:
-        """Unset ``param.grad`` so that gradients are added; drop those that the user has unset."""
-        self._shown = False
-        kept = [part for part in self._arrived if part.param.grad is not None]
-        if not kept:
-            self.zero_grad()
-            return
-        for part in self._arrived:
-            if part.param.grad is None:
-                part.columns(self.gradients.buffer).zero_()
-            part.param.grad = None
-        self._arrived = dict.fromkeys(kept)
-        self.gradients.reopen()
+            part.keep_synced(rows)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients since the last step, and residuals to which some were added."""
@@ -270,10 +350,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._forget()
 
     def _forget(self) -> None:
-        self._shown = False
+        self._ended += 1
+        self._synced = False
+        self._in_backward = False
         self._arrived = {}
-        for param in self.parts:
-            param.grad = None
+        for part in self.parts.values():
+            part.forget()
 
     # -- step --------------------------------------------------------------------------------------
 
@@ -283,7 +365,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         ``torch.nn.utils.clip_grad_norm_`` does the same after the last backward pass of a step.
         """
-        self._show()
+        self._sync()
         norm = torch.nn.utils.clip_grad_norm_(list(self.parts), max_norm, norm_type)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
@@ -294,7 +376,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._show()
+        self._sync()
         for part in self.parts.values():
             part.follow_edits()
             part.take_gradient()
@@ -389,11 +471,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """Return states as DTensors of the parameters' shapes, as under FSDP2, whose memory they
-        share. Collective.
+        share. Only who reads a residual needs the other ranks.
         """
-        residuals: Mapping[Part, Tensor] = {}
-        if getattr(self.host.config.sync, "error_feedback", False):
-            residuals = summed_residuals(self.gradients, self.parts.values(), self.host.mesh)
+        parts = self.parts.values()
+        residuals = cache(partial(summed_residuals, self.gradients, parts, self.host.mesh))
+        feedback = getattr(self.host.config.sync, "error_feedback", False)
         packed = super().state_dict()
         state = packed["state"]
         for index, part in enumerate(self._parts_in_order()):
@@ -402,11 +484,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 entry[MASTER] = part.master.detach()
             if part.published is not None:
                 entry[PUBLISHED] = part.published
-            if part in residuals:
-                entry[RESIDUAL] = residuals[part]
             for key, value in entry.items():
                 if _is_flat(value, part):
                     entry[key] = part.as_dtensor(value)
+            if feedback:
+                entry[RESIDUAL] = part.lazily(part.master, partial(_of_part, residuals, part))
             state[index] = entry
         return packed
 
@@ -417,10 +499,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         groups = state_dict["param_groups"]
         keys = [key for group in groups for key in group["params"]]
-        self.zero_grad()
+        own_row = self.gradients.own_row
+        kept = self._settled().clone()
         mode = self.gradients.mode
         mode.drain()  # the state that is replaced owns what its collectives send
         mode.load_state_dict({})
+        own_row.copy_(kept)
         layout = self.gradients.layout
         for key, part in zip(keys, self._parts_in_order(), strict=True):
             entry = dict(state_dict["state"].get(key, {}))
@@ -430,7 +514,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             residual = entry.pop(RESIDUAL, None)
             if residual is not None:
                 row = part.rows(residual)[layout.row(layout.plan.optimizer)]
-                part.columns(self.gradients.own_row[None])[0].copy_(row)
+                part.columns(own_row[None])[0].add_(row)
             master = entry.pop(MASTER, None)
             if master is not None:
                 part.master.copy_(master)
@@ -443,6 +527,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group, own_group in zip(groups, self.param_groups, strict=True):
             own_group.update(_without_params(group))
 
+    @torch.no_grad()
+    def _settled(self) -> Tensor:
+        """Return the gradient shard's own row with all gradients since the last step, and none of
+        them elsewhere.
+        """
+        self._sync()
+        self.gradients.reopen()
+        self._synced = False
+        for part in self.parts.values():
+            self._take_back(part)
+        for part in self._arrived:
+            self._show(part)
+        return self.gradients.own_row if self._arrived else torch.zeros_like(self.gradients.own_row)
+
     def _parts_in_order(self) -> list[Part]:
         """Return the parts in the order of the groups, in which state dicts count them."""
         return [self.parts[param] for group in self.param_groups for param in group["params"]]
@@ -450,6 +548,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 def _without_params(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
+
+
+def _of_part(tensors: Callable[[], Mapping[Part, Tensor]], part: Part) -> Tensor:
+    return tensors()[part]
 
 
 def _is_flat(value: Any, part: Part) -> bool:

@@ -15,13 +15,15 @@ Parts of a shard
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.functional import pad
 
-from zero_topo.config import ResolvedConfig
+from zero_topo.fsdp.host import Host
+from zero_topo.fsdp.part_tensor import PartTensor
 from zero_topo.quant.operands import DTYPES, View
 
 PLACEMENTS = (Shard(0), Shard(0), Replicate())
@@ -33,10 +35,10 @@ class Part:
     Args:
         name: the parameter's name in the model.
         param: the parameter, with a shard of FSDP2.
-        config: the degrees, and how weights are published.
-        mesh: of the optimizer's states.
+        host: the attached model.
 
     Attributes:
+        copies: ranks that update the same part.
         width: columns of the parameter in a gradient shard; 0 if FSDP2 stores nothing of it on this
             rank.
         shard_range: elements of a full part.
@@ -47,32 +49,38 @@ class Part:
             not the rounded master (quantized differences); else None.
         param_index: parameter index in the gradient shard, if it has columns there.
         begin: first column in the gradient shard.
+        grad: what ``param.grad`` is, unless the user changes it; None without a gradient.
+        synced: this rank's part of the gradient over the whole job, flat, once it is synced.
     """
 
     param_index = 0
     begin = 0
+    grad: PartTensor | None = None
+    synced: Tensor | None = None
 
-    def __init__(self, name: str, param: DTensor, config: ResolvedConfig, mesh: DeviceMesh) -> None:
-        plan = config.plan
+    def __init__(self, name: str, param: DTensor, host: Host) -> None:
+        plan = host.config.plan
+        mesh = host.states
         self.name = name
         self.param = param
         self._mesh = mesh
+        self._whole = host.whole
         self._parts = plan.optimizer // plan.weights
-        self._copies = plan.world_size // plan.optimizer
+        self.copies = plan.world_size // plan.optimizer
         rows, *rest = self.local().shape
         row_numel = torch.Size(rest).numel()
         part_rows = -(-rows // self._parts)
         self.shard_range = part_rows * row_numel
-        self.width = -(-self.shard_range // self._copies)
+        self.width = -(-self.shard_range // self.copies)
         first_row = mesh.get_local_rank("part") * part_rows
         self._offset = first_row * row_numel
         own_rows = min(max(rows - first_row, 0), part_rows)
         self._shape = (own_rows, *rest)
         self.numel = own_rows * row_numel
-        padded = _padded(self.weights(), self._copies * self.width)
+        padded = _padded(self.weights(), self.copies * self.width)
         self.master = nn.Parameter(padded.float().clone())
-        self.published = padded.clone() if config.publish.spec is not None else None
-        wire = config.publish.dtype
+        self.published = padded.clone() if host.config.publish.spec is not None else None
+        wire = host.config.publish.dtype
         self._wire = DTYPES[wire] if wire else param.dtype
 
     # -- weights -----------------------------------------------------------------------------------
@@ -142,21 +150,49 @@ class Part:
 
     def rows(self, flat: Tensor) -> Tensor:
         """Return a flat padded part as rows, as the gradient shard has them: ``[N / O, width]``."""
-        return flat.view(self._copies, self.width)
+        return flat.view(self.copies, self.width)
 
     def add(self, shard: Tensor, grad: Tensor, factor: float) -> None:
         """Add a gradient of FSDP2's shard, times ``factor``, to the gradient shard."""
         rows = _padded(grad.reshape(-1), self._parts * self.shard_range)
-        rows = _padded(rows.view(self._parts, self.shard_range), self._copies * self.width)
-        table = rows.view(self._parts, self._copies, self.width)
-        places = self.columns(shard).unflatten(0, (self._copies, self._parts))
+        rows = _padded(rows.view(self._parts, self.shard_range), self.copies * self.width)
+        table = rows.view(self._parts, self.copies, self.width)
+        places = self.columns(shard).unflatten(0, (self.copies, self._parts))
         places.add_(table.transpose(0, 1), alpha=factor)
 
-    def show(self, rows: Tensor) -> None:
-        """Set ``param.grad`` to the part of the optimizer's rows of the synced gradient."""
+    def store(self, shard: Tensor, own_row: int, grad: Tensor | None) -> None:
+        """Overwrite the gradient shard by a flat part of the whole gradient, or by zeros.
+
+        Rows of other ranks keep what sync has not delivered, if it was synced.
+        """
+        columns = self.columns(shard)
+        if self.synced is None:
+            columns.zero_()
+        own = columns[own_row]
+        if grad is None:
+            own.zero_()
+            return
+        own.copy_(self.rows(grad)[own_row // self._parts])
+
+    def show(self, rows: Tensor, read: Callable[[], Tensor]) -> None:
+        """Set ``param.grad``, which calls ``read`` whenever it is read.
+
+        Args:
+            rows: the optimizer's rows of the gradient shard.
+            read: returns this rank's part of the gradient, flat.
+        """
         if rows.dtype != self.param.dtype:
             self.param.grad_dtype = None  # torch then allows a gradient of another type
-        self.param.grad = self.as_dtensor(self.columns(rows).reshape(-1))
+        self.grad = self.lazily(self.columns(rows).reshape(-1), read)
+        self.param.grad = self.grad
+
+    def keep_synced(self, rows: Tensor) -> None:
+        """Take the part of the optimizer's rows of the synced gradient."""
+        self.synced = self.columns(rows).reshape(-1)
+
+    def forget(self) -> None:
+        """Unset ``param.grad``."""
+        self.param.grad = self.grad = self.synced = None
 
     def take_gradient(self) -> None:
         """Give the master the parameter's gradient, if it has one, in FP32, zero-padded."""
@@ -175,6 +211,19 @@ class Part:
         return DTensor.from_local(
             local, self._mesh, PLACEMENTS, run_check=False, shape=size, stride=stride
         )
+
+    def lazily(self, like: Tensor, read: Callable[[], Tensor]) -> PartTensor:
+        """Return :meth:`as_dtensor` of what ``read`` returns when the tensor is read.
+
+        Args:
+            like: a flat part of the same dtype.
+            read: returns the flat part.
+        """
+
+        def local() -> Tensor:
+            return read()[: self.numel].view(self._shape)
+
+        return PartTensor.of(self.as_dtensor(like.detach()), self._whole).reading(local)
 
     def from_dtensor(self, value: Tensor) -> Tensor:
         """Return the flat zero-padded part of a DTensor of :meth:`as_dtensor`, or with FSDP2's own

@@ -1,0 +1,522 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""``param.grad`` on FSDP2, as scripts use it: read, changed, with weights, around saves."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+import zero_topo.fsdp as topo
+from tests.harness import run_threads
+from tests.marks import late
+from tests.ranks.fsdp_scripts import EXACT, Net, both, loss_of, machine, make, mean, net, whole
+
+Flag = Callable[[Any, bool], None]
+FLAGS: dict[str, Flag] = {
+    "is last": lambda model, last: model.set_is_last_backward(last),
+    "is last by keyword": lambda model, last: model.set_is_last_backward(is_last_backward=last),
+    "all-reduce": lambda model, last: model.set_requires_all_reduce(last),
+    "all-reduce by keyword": lambda model, last: model.set_requires_all_reduce(
+        requires_all_reduce=last, recurse=True
+    ),
+    "gradient sync": lambda model, last: model.set_requires_gradient_sync(last),
+}
+
+
+def close(found: Any, expected: Any) -> None:
+    """Equal to 1e-6."""
+    assert torch.tensor(found).sub(torch.tensor(expected)).abs().max() < 1e-6, (found, expected)
+
+
+# -- a pass that was flagged as not the last -------------------------------------------------------
+
+
+def clipped_by_torch(model: Any, optimizer: Any) -> float:
+    """torch's function."""
+    return float(whole(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)))
+
+
+def clipped_by_value(model: Any, optimizer: Any) -> float:
+    """Each element."""
+    torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+    return 0.0
+
+
+def clipped_by_hand(model: Any, optimizer: Any) -> float:
+    """Norms of parameters, then a factor."""
+    squares = [whole(param.grad.pow(2).sum()) for param in model.parameters()]
+    norm = torch.stack(squares).sum().sqrt()
+    for param in model.parameters():
+        param.grad.mul_(0.05 / norm)
+    return float(norm)
+
+
+def replaced(model: Any, optimizer: Any) -> float:
+    """Another tensor in its place."""
+    for param in model.parameters():
+        param.grad = param.grad * 0.01
+    return 0.0
+
+
+def scaled(model: Any, optimizer: Any) -> float:
+    """A factor on all gradients at once."""
+    torch._foreach_mul_([param.grad for param in model.parameters()], 0.01)
+    return 0.0
+
+
+READERS = {
+    reader.__name__: reader
+    for reader in (clipped_by_torch, clipped_by_value, clipped_by_hand, replaced, scaled)
+}
+
+
+def short_accumulation(
+    block: Mapping[str, Any] | None, flag: str, reader: str, lengths: tuple[int, ...]
+) -> list[float]:
+    """Steps of which the last has fewer micro-batches, so its last pass is flagged as not last."""
+    model, optimizer = make(block, torch.optim.SGD, lr=0.5)
+    found = []
+    for step, micro_batches in enumerate(lengths):
+        for micro_batch in range(micro_batches):
+            if flag != "gradient sync" or step < 2:
+                FLAGS[flag](model, micro_batch == 1)
+            (loss_of(model, step, micro_batch) / 2).backward()
+        found.append(READERS[reader](model, optimizer))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, mean(loss_of(model, 9))]
+
+
+@pytest.mark.parametrize(
+    ("flag", "reader"),
+    [
+        ("is last", "clipped_by_torch"),
+        ("all-reduce by keyword", "replaced"),
+        late("is last by keyword", "clipped_by_hand"),
+        late("all-reduce", "clipped_by_value"),
+        late("is last", "scaled"),
+        late("gradient sync", "clipped_by_torch"),
+    ],
+)
+def test_a_short_accumulation_is_clipped(flag: str, reader: str) -> None:
+    """Whoever reads ``param.grad`` after a pass that was not the last sees the gradient."""
+    close(*both(short_accumulation, flag, reader, (2, 2, 1)))
+
+
+def between_passes(block: Mapping[str, Any] | None, change: str) -> list[float]:
+    """Gradients that are changed or dropped between the micro-batches of a step."""
+    model, optimizer = make(block)
+    found = []
+    for step in range(2):
+        for micro_batch in range(3):
+            model.set_is_last_backward(micro_batch == 2)
+            loss = loss_of(model, step, micro_batch)
+            loss.backward()
+            found.append(mean(loss))
+            if micro_batch == 1 or (change == "clip each" and micro_batch == 0):
+                CHANGES[change](model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, mean(loss_of(model, 9))]
+
+
+def drop_one(model: Any) -> None:
+    """Without a gradient, as under FSDP2 after ``p.grad = None``."""
+    model.inp.weight.grad = None
+
+
+def own_value(model: Any) -> None:
+    """A tensor like the parameter."""
+    model.inp.weight.grad = torch.full_like(model.inp.weight, 0.01)
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "drop all": lambda model: model.zero_grad(),
+    "zero all": lambda model: model.zero_grad(set_to_none=False),
+    "drop one": drop_one,
+    "own value": own_value,
+    "replace": lambda model: replaced(model, None),
+    "scale": lambda model: scaled(model, None),
+    "clip each": lambda model: clipped_by_torch(model, None),
+}
+
+
+@pytest.mark.parametrize("change", [*list(CHANGES)[:3], *map(late, list(CHANGES)[3:])])
+def test_gradients_change_between_micro_batches(change: str) -> None:
+    """The next pass adds to what ``param.grad`` is."""
+    close(*both(between_passes, change))
+    if change == "scale":
+        found = run_threads(4, lambda rank: between_passes({**EXACT, "optimizer": "node"}, change))
+        close(found[0], both(between_passes, change)[1])
+
+
+# -- states are saved or loaded in the middle of a step --------------------------------------------
+
+
+def saved_in_the_middle(
+    block: Mapping[str, Any] | None, kind: str, when: int, load: bool
+) -> tuple[list[float], bool]:
+    """Losses with ``get_state_dict`` in the middle of steps; whether states exist then."""
+    model, optimizer = make(block, KINDS[kind])
+    losses = []
+    had_states = False
+    for step in range(3):
+        for micro_batch in range(2):
+            model.set_is_last_backward(micro_batch == 1)
+            loss = loss_of(model, step, micro_batch) / 2
+            loss.backward()
+            losses.append(mean(loss))
+            if micro_batch == when:
+                weights, states = copy.deepcopy(get_state_dict(model, optimizer))
+                entries: Any = states["state"]
+                had_states |= any("exp_avg" in entry for entry in entries.values())
+                if load and step:
+                    set_state_dict(
+                        model, optimizer, model_state_dict=weights, optim_state_dict=states
+                    )
+        optimizer.step()
+        optimizer.zero_grad()
+        get_state_dict(model, optimizer)
+    return losses, had_states
+
+
+KINDS: dict[str, Any] = {
+    "AdamW": torch.optim.AdamW,
+    "SGD": torch.optim.SGD,
+    "momentum": partial(torch.optim.SGD, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "when", "load"),
+    [
+        ("AdamW", 0, False),
+        ("SGD", 0, False),
+        ("AdamW", 0, True),
+        late("momentum", 0, False),
+        late("AdamW", 1, False),
+        late("AdamW", 1, True),
+        late("momentum", 1, True),
+    ],
+)
+def test_saving_in_the_middle_changes_nothing(kind: str, when: int, load: bool) -> None:
+    """Between micro-batches, before and after the step; a load keeps gradients as in FSDP2."""
+    found, expected = both(saved_in_the_middle, kind, when, load)
+    close(found[0], expected[0])
+    assert found[1] == expected[1]
+
+
+LOSSY: dict[str, Any] = {**EXACT, "sync": {"mode": "quantized"}, "publish": {"delta": "int4"}}
+
+
+def lossy(rank: int, saves: bool, kind: str) -> list[float]:
+    """Losses with quantized sync, quantized differences, and saves where they change nothing."""
+    model, optimizer = make(LOSSY, KINDS[kind])
+    losses = []
+    for step in range(3):
+        for micro_batch in range(2):
+            model.set_is_last_backward(micro_batch == 1)
+            loss = loss_of(model, step, micro_batch)
+            loss.backward()
+            losses.append(mean(loss))
+            if saves and (step or kind == "SGD"):
+                get_model_state_dict(model)
+                optimizer.state_dict()
+        optimizer.step()
+        optimizer.zero_grad()
+        if saves:
+            copy.deepcopy(get_state_dict(model, optimizer))
+    return losses
+
+
+@pytest.mark.parametrize("kind", ["SGD", late("AdamW")])
+def test_saving_changes_no_lossy_training(kind: str) -> None:
+    """Neither residuals of sync nor differences that the post-step all-gather has to send."""
+    assert run_threads(4, lossy, True, kind)[0] == run_threads(4, lossy, False, kind)[0]
+
+
+def alone(rank: int, sync: dict[str, Any]) -> int:
+    """The state dict of one rank, and a copy of all ranks'."""
+    model, optimizer = make({**EXACT, "sync": sync})
+    loss_of(model, 0).backward()
+    if rank == 0:
+        optimizer.state_dict()
+    optimizer.step()
+    found = len(optimizer.state_dict()["param_groups"]) if rank == 0 else 1
+    copied = copy.deepcopy(optimizer.state_dict())
+    for entry, own in zip(
+        copied["state"].values(), optimizer.state_dict()["state"].values(), strict=True
+    ):
+        for key, value in entry.items():
+            assert torch.equal(_local(value), _local(own[key]))
+    return found
+
+
+def _local(value: Tensor) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+@pytest.mark.parametrize("sync", [{"mode": "dense"}, {"mode": "quantized"}])
+def test_a_state_dict_needs_no_other_rank_and_can_be_copied(sync: dict[str, Any]) -> None:
+    """Whether or not sync keeps a residual."""
+    assert run_threads(4, alone, sync) == [1] * 4
+
+
+# -- reentrant checkpoints -------------------------------------------------------------------------
+
+
+class Checkpointed(Net):
+    """Some blocks in activation checkpoints."""
+
+    def __init__(self, which: str, reentrant: bool) -> None:
+        super().__init__(depth=4)
+        self.which = which
+        self.reentrant = reentrant
+
+    def run(self, index: int, x: Tensor) -> Tensor:
+        """Run a block."""
+        if self.which == "all" or (self.which == "some" and index % 2):
+            return checkpoint(self.blocks[index], x, use_reentrant=self.reentrant)
+        return super().run(index, x)
+
+
+class Inside(nn.Module):
+    """A model whose root has no parameters of its own, and whose parts are all in checkpoints."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.blocks = Net(depth=4).blocks
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+def recomputed(rank: int, which: str, reentrant: bool, sync: dict[str, Any]) -> Any:
+    """Losses, bytes of sync and passes of steps of two micro-batches."""
+    model = Inside(reentrant) if which == "root" else Checkpointed(which, reentrant)
+    model, optimizer = make({**EXACT, "sync": sync}, model=model)
+    losses = []
+    for step in range(2):
+        for micro_batch in range(2):
+            model.set_is_last_backward(micro_batch == 1)
+            loss = loss_of(model, step, micro_batch)
+            loss.backward()
+            losses.append(mean(loss))
+        optimizer.step()
+    found = topo.stats(optimizer)
+    sent = {key: nbytes for key, nbytes in found.step_bytes.items() if key[0] == "sync"}
+    formula: Any = found.formula
+    assert sent == {key: nbytes for key, nbytes in formula.items() if key[0] == "sync"}
+    return losses, sent, found.micro_batches
+
+
+@pytest.mark.parametrize(
+    ("which", "mode"),
+    [("all", "quantized"), late("some", "quantized"), late("all", "dense"), late("root", "dense")],
+)
+def test_reentrant_checkpoints_sync_once(which: str, mode: str) -> None:
+    """Losses, bytes and passes as with checkpoints that are not reentrant, of a lossy sync too."""
+    found = run_threads(4, recomputed, which, True, {"mode": mode})[0]
+    expected = run_threads(4, recomputed, which, False, {"mode": mode})[0]
+    assert found[:2] == expected[:2]
+    if which != "root":
+        assert found[2] == expected[2] == 2
+
+
+# -- gradients together with weights ---------------------------------------------------------------
+
+
+def decayed(model: Any) -> None:
+    """Decay by hand, as some trainers do before the step."""
+    for param in model.parameters():
+        param.grad.add_(param, alpha=0.1)
+
+
+def decayed_at_once(model: Any) -> None:
+    """The same for all parameters in one call."""
+    params = list(model.parameters())
+    torch._foreach_add_([param.grad for param in params], params, alpha=0.1)
+
+
+def decayed_anew(model: Any) -> None:
+    """Another tensor, computed from both in either order."""
+    for param in model.parameters():
+        param.grad = 0.1 * param + param.grad * (param.detach().abs() < 0.2)
+
+
+def clipped_by_weights(model: Any) -> None:
+    """Adaptive clipping: by the norm of the weight."""
+    for param in model.parameters():
+        most = 0.01 * param.norm()
+        norm = param.grad.norm()
+        param.grad.mul_(torch.where(norm > most, most / norm, 1.0))
+
+
+def clipped_by_rows(model: Any) -> None:
+    """By the norms of a weight's rows."""
+    for param in model.parameters():
+        rows = param.detach().reshape(param.shape[0], -1).pow(2).sum(1)
+        factor = (rows / (1 + rows)).reshape(-1, *[1] * (param.dim() - 1))
+        param.grad.mul_(factor)
+
+
+def aligned(model: Any) -> None:
+    """Without the component along the weight."""
+    for param in model.parameters():
+        along = (param.grad * param).sum() / (param * param).sum()
+        param.grad.sub_(param * along)
+
+
+def signs(model: Any) -> None:
+    """Masks and copies of both."""
+    for param in model.parameters():
+        param.grad.masked_fill_((param.grad * param) > 0, 0.0)
+        param.grad.copy_(torch.sign(param.grad) * param.abs().clamp(max=0.01))
+
+
+TOGETHER = {
+    change.__name__: change
+    for change in (
+        decayed,
+        decayed_at_once,
+        decayed_anew,
+        clipped_by_weights,
+        clipped_by_rows,
+        aligned,
+        signs,
+    )
+}
+
+
+def with_weights(block: Mapping[str, Any] | None, change: str, last: bool) -> list[float]:
+    """Losses of a training whose gradients are computed with weights before each step."""
+    model, optimizer = make(block, torch.optim.SGD)
+    losses = []
+    with torch.no_grad():
+        for step in range(3):
+            model.set_is_last_backward(last)
+            with torch.enable_grad():
+                loss = loss_of(model, step)
+                loss.backward()
+            losses.append(mean(loss))
+            TOGETHER[change](model)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*losses, mean(loss_of(model, 9))]
+
+
+@pytest.mark.parametrize("last", [True, late(False)])
+@pytest.mark.parametrize("change", TOGETHER)
+def test_gradients_are_computed_with_weights(change: str, last: bool) -> None:
+    """An operation on ``param.grad`` and ``param`` is that of plain FSDP2."""
+    close(*both(with_weights, change, last))
+
+
+def written_by_hand(rank: int) -> list[str]:
+    """Updates of a weight by its gradient, without an optimizer."""
+    model, _ = make(EXACT)
+    loss_of(model, 0).backward()
+    param = model.inp.weight
+    lines = []
+    with torch.no_grad():
+        for write in (
+            lambda: param.add_(param.grad, alpha=-0.1),
+            lambda: param.copy_(param - param.grad),
+            lambda: torch._foreach_add_([param], [param.grad], alpha=-0.1),
+        ):
+            before = param.to_local().clone()
+            with pytest.raises(RuntimeError) as error:
+                write()
+            assert torch.equal(before, param.to_local())
+            lines.append(str(error.value))
+    return lines
+
+
+def test_a_weight_is_not_written_by_a_part_of_its_gradient() -> None:
+    """Other ranks store copies of the weight: one line says who updates it."""
+    for lines in run_threads(4, written_by_hand):
+        for line in lines:
+            assert "let the optimizer of shard_optimizer update it" in line and "\n" not in line
+
+
+def kept(rank: int) -> list[str]:
+    """Gradients that are read too early, by the user's own hook, or too late."""
+    model, optimizer = make(EXACT)
+    lines = []
+
+    def early(param: Tensor) -> None:
+        with pytest.raises(RuntimeError) as error:
+            param.grad.norm()  # type: ignore[union-attr]
+        lines.append(str(error.value))
+
+    model.inp.weight.register_post_accumulate_grad_hook(early)
+    loss_of(model, 0).backward()
+    grad = model.inp.weight.grad
+    copied = grad.clone()
+    optimizer.step()
+    with pytest.raises(RuntimeError) as error:
+        grad.norm()
+    assert copied.norm() > 0
+    return [*lines, str(error.value)]
+
+
+def test_a_gradient_is_read_between_pass_and_step() -> None:
+    """In a hook it is not reduced between nodes yet, after the step it is gone: a line each."""
+    for early, after in run_threads(4, kept):
+        assert "read param.grad after the pass" in early and "\n" not in early
+        assert "copy it by param.grad.clone()" in after and "\n" not in after
+
+
+def hooked_before(rank: int) -> int:
+    """A hook of the user that was registered before the optimizer was built."""
+    model = net()
+    topo.fully_shard(model, machine())
+    seen = []
+    model.inp.weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad))
+    topo.shard_optimizer(torch.optim.AdamW, model)
+    loss_of(model, 0).backward()
+    assert torch.equal(seen[0].to_local(), model.inp.weight.grad.to_local())
+    return len(seen)
+
+
+def test_a_hook_sees_the_gradient_over_the_job() -> None:
+    """Not FSDP2's, of one node: what it keeps is the whole one after the pass."""
+    assert run_threads(4, hooked_before) == [1] * 4
+
+
+def test_a_clip_is_one_reduction(caplog: pytest.LogCaptureFixture) -> None:
+    """torch's clip_grad_norm_ reduces a norm once, and no rank is warned of two reductions."""
+    calls = []
+    original = torch.distributed._functional_collectives.all_reduce
+
+    def counted(*args: Any, **kwargs: Any) -> Tensor:
+        calls.append(1)
+        return original(*args, **kwargs)
+
+    def clip(rank: int) -> float:
+        model, _ = make(EXACT)
+        loss_of(model, 0).backward()
+        return float(whole(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+
+    with patch.object(torch.distributed._functional_collectives, "all_reduce", counted):
+        norms = run_threads(4, clip)
+    assert len(set(norms)) == 1 and "sequential all_reduce" not in caplog.text
+    assert len(calls) == 4
