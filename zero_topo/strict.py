@@ -8,9 +8,9 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field, fields
-from functools import cache, wraps
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, dataclass_transform
@@ -120,9 +120,6 @@ class StrictModel(BaseModel):
 def strict_dataclass(cls: type[T]) -> type[T]:
     """Make a class a frozen dataclass whose fields are checked by their types, when built and when
     read from JSON.
-
-    A wrong value is a ValueError of one line, as in :func:`read`, which begins with the class's
-    name.
     """
 
     def check_keys(made: Any, block: Any) -> Any:
@@ -131,17 +128,6 @@ def strict_dataclass(cls: type[T]) -> type[T]:
     method: Any = classmethod(check_keys)
     setattr(cls, "_check_keys", model_validator(mode="before")(method))  # noqa: B010 (the class does not declare it)
     made: Any = dataclass(frozen=True, config=ConfigDict(extra="forbid"))(cls)
-    build = made.__init__
-
-    @wraps(build)
-    def one_line(self: Any, *args: Any, **kwargs: Any) -> None:
-        try:
-            build(self, *args, **kwargs)
-        except ValidationError as error:
-            names = [item.name for item in fields(made)]
-            raise ValueError(describe(error, f"{cls.__name__.lower()}: ", names)) from None
-
-    made.__init__ = one_line
     checked: type[T] = made
     return checked
 
@@ -226,26 +212,25 @@ Positive = Annotated[
 ]
 
 
-def describe(error: ValidationError, what: str, names: Sequence[str] = ()) -> str:
+def describe(error: ValidationError, what: str) -> str:
     """Return what is wrong, as ``<what><key>.<key>: <mistake>``; several mistakes are joined by
     ``"; also "``.
 
     Args:
         error: pydantic's error.
         what: the begin of each line, such as ``"topology: "``, or the key of a block with a dot.
-        names: names of positional arguments.
     """
     details = error.errors(include_url=False)
-    return "; also ".join(_describe_one(detail, what, names) for detail in details)
+    return "; also ".join(_describe_one(detail, what) for detail in details)
 
 
 NO_OBJECT = re.compile("(model|model_attributes|dataclass|dict|mapping)_type|union_tag_not_found")
 """Pydantic's types of errors where a JSON object was expected."""
 
 
-def _describe_one(detail: ErrorDetails, what: str, names: Sequence[str]) -> str:
+def _describe_one(detail: ErrorDetails, what: str) -> str:
     context = detail.get("ctx", {})
-    keys = _keys(detail["loc"], names)
+    keys = _keys(detail["loc"])
     place = f"{what}{'.'.join(keys)}".rstrip(".: ")
     shown = as_json(detail["input"])
     match detail["type"]:
@@ -273,14 +258,12 @@ def _describe_one(detail: ErrorDetails, what: str, names: Sequence[str]) -> str:
             return f"{place}: {message[:1].lower()}{message[1:]}, got {shown}"
 
 
-def _keys(location: tuple[int | str, ...], names: Sequence[str]) -> list[str]:
+def _keys(location: tuple[int | str, ...]) -> list[str]:
     """Return the keys of the JSON that lead to an error.
 
     Pydantic adds the mode after the block's ``sync``, and a word to the wrong key of a mapping.
     """
     keys = [str(key) for key in location]
-    if names and location and isinstance(location[0], int):
-        keys[0] = names[location[0]]
     if keys[:1] == ["sync"]:
         del keys[1:2]
     return keys[:-2] if keys[-1:] == ["[key]"] else keys

@@ -181,25 +181,23 @@ def test_locks_of_dead_compilers_are_found(tmp_path: Path, age_s: int, state: st
     assert found.state == state and shlex.split(found.line())[-2:] == ["rm", str(lock)]
 
 
-def test_buffers_of_jobs_are_one_line_to_paste(tmp_path: Path) -> None:
-    """A pattern for each job whose ranks left some, and how many bytes they hold; a living run's
-    are left alone.
-    """
+@pytest.mark.parametrize("living", [True, False])
+def test_buffers_of_ended_jobs_are_one_line_to_paste(tmp_path: Path, living: bool) -> None:
+    """With how many bytes they hold; a living run's are left alone."""
     shm = tmp_path / "dev" / "shm"
     shm.mkdir(parents=True)
-    for job, ranks in (("127.0.0.1_2950", 8), ("127.0.0.1_29501", 4), ("a b_1", 2)):
-        for rank in range(ranks):
-            (shm / f"deepspeed_allreduce_buffer_0_{job}_{rank}").write_bytes(bytes(500_000))
-    used = "deepspeed_allreduce_buffer_0_127.0.0.1_29502_0"
-    for name in (used, "deepspeed_allreduce_buffer_0_left;id"):
-        (shm / name).touch()
-    maps = tmp_path / "proc" / "42" / "maps"
-    maps.parent.mkdir(parents=True)
-    maps.write_text(f"7f00-7f01 rw-s 00000000 00:19 7 /dev/shm/{used}\n")
+    for name in ("0_127.0.0.1_2950_0", "0_127.0.0.1_2950_1", "0_a b_1", "0_left;id"):
+        (shm / f"deepspeed_allreduce_buffer_{name}").write_bytes(bytes(500_000))
+    used = shm / "deepspeed_allreduce_buffer_0_127.0.0.1_29502_0"
+    if living:
+        used.touch()
+        maps = tmp_path / "proc" / "42" / "maps"
+        maps.parent.mkdir(parents=True)
+        maps.write_text(f"7f00-7f01 rw-s 00000000 00:19 7 /dev/shm/{used.name}\n")
     found = worst(files.shared_memory(tmp_path))
-    assert found.state == WARN and "15 buffers" in found.line() and "7.00 MB" in found.line()
+    assert found.state == WARN and "4 buffers" in found.line() and "2.00 MB" in found.line()
     subprocess.run(["bash", "-c", str(found.fix).replace("/dev/shm/", f"{shm}/")], check=True)
-    assert [path.name for path in shm.iterdir()] == [used]
+    assert list(shm.iterdir()) == [used] * living
 
 
 def test_ranks_are_warned_before_they_fill_a_short_memory(

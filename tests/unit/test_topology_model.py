@@ -108,13 +108,10 @@ def test_topologies_are_values(topology: Topology) -> None:
 @pytest.mark.parametrize(
     ("fields", "complaint"),
     [
-        ({"nodes": 0}, "nodes: must be a whole number of at least 1, got 0"),
-        ({"gpus": True}, "gpus_per_node: must be a whole number of at least 1, got true"),
-        ({"dies": 2.0}, "ranks_per_gpu: must be a whole number of at least 1, got 2.0"),
-        (
-            {"memory_per_rank": -1},
-            "memory_per_rank: must be a whole number of bytes, at least 1, got -1",
-        ),
+        ({"nodes": 0}, "at least 1"),
+        ({"gpus": True}, "whole number"),
+        ({"dies": 2.0}, "whole number"),
+        ({"memory_per_rank": -1}, "memory_per_rank"),
         ({"order": (0, 1)}, "order has 2 entries but 2 nodes x 4 GPUs x 2 ranks are 16 ranks"),
         ({"order": (*range(15), 16)}, "order[15] is 16; tree positions are 0 to 15"),
         ({"order": (*range(15), 3)}, "ranks 3 and 15 both at tree position 3"),

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import shutil
 import sys
@@ -18,7 +17,6 @@ from zero_topo.units import MB, format_bytes, format_seconds
 STALE_S = 15 * 60  # longer than any compilation takes
 ENOUGH = 512 * MB
 BUFFERS = "deepspeed_allreduce_buffer_*"
-BUFFER_OF_RANK = re.compile(r"_\d+$")
 
 
 def locks() -> Iterator[Finding]:
@@ -88,17 +86,14 @@ def shared_memory(root: Path = Path("/")) -> Iterator[Finding]:
     used = _mapped(root / "proc") if buffers else ""
     left = [name for name in buffers if name not in used]
     if left:
-        # a pattern for each job without a used buffer; its buffers end in the rank
-        alive = {BUFFER_OF_RANK.sub("", name) for name in set(buffers) - set(left)}
-        jobs = {name: BUFFER_OF_RANK.sub("", name) for name in left}
-        whole = sorted(job for job in set(jobs.values()) - alive if job not in jobs)
-        named = [f"{shlex.quote(f'/dev/shm/{job}')}_*" for job in whole]
-        named += [shlex.quote(f"/dev/shm/{name}") for name, job in jobs.items() if job not in whole]
+        named = " ".join(shlex.quote(f"/dev/shm/{name}") for name in left)
+        if len(left) == len(buffers):
+            named = f"/dev/shm/{BUFFERS}"
         text = (
             f"{len(left)} buffers of ended runs are left there, "
             f"{format_bytes(sum(buffers[name] for name in left))}"
         )
-        yield Finding(WARN, "/dev/shm", text, f"rm {' '.join(named)}")
+        yield Finding(WARN, "/dev/shm", text, f"rm {named}")
 
 
 def warn_of_shortage() -> None:
