@@ -15,14 +15,12 @@ from typing import Annotated
 import typer
 
 from benchmarks import (
-    calibrate,
     cluster,
     cluster_report,
     convergence,
     convergence_report,
     faults,
     faults_report,
-    rings,
     scale_report,
     soak,
     soak_report,
@@ -125,29 +123,6 @@ def cluster_command(options: ClusterOptions) -> None:
     if spoiled:
         typer.echo(f"zero-topo: {spoiled}", err=True)
         raise typer.Exit(FAILED)
-
-
-@app.command("fit")
-def fit_command(
-    record: Annotated[Path, typer.Argument(help="Record of 'benchmarks cluster'.")],
-    on: Annotated[str, typer.Option(help="Schemes to fit, comma-separated.")] = "zero3,topo",
-    predict: Annotated[str, typer.Option(help="Schemes to predict; default: all others.")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Fit the model of a step to some schemes of a record, and predict the others."""
-    calibrate.show_fit(record, words_of(on), words_of(predict), as_json)
-
-
-@app.command("rings")
-def rings_command(
-    files: Annotated[
-        list[Path], typer.Argument(help="Outputs of all_gather_perf and reduce_scatter_perf.")
-    ],
-) -> None:
-    """Fit the rates of rings to outputs of rccl-tests or nccl-tests. Prints JSON for --set
-    rates=FILE.
-    """
-    rings.show_rings(files)
 
 
 @dataclass(frozen=True)

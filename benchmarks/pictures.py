@@ -8,7 +8,6 @@ docs/pictures
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -42,7 +41,6 @@ SERIES = MappingProxyType(
 """Phase -> its series."""
 COMPUTING = 6
 ROLES = ("weights", "secondary", "gradients", "optimizer")
-GAIN = re.compile(r"([\d.]+) \(([\d.]+) - ([\d.]+)\)")
 
 
 def _record(name: str) -> Any:
@@ -198,37 +196,7 @@ def long_sparse() -> str:
     return losses("long-sparse", schemes, title)
 
 
-# -- predictions -----------------------------------------------------------------------------------
-
-
-def gain() -> str:
-    """Predicted gains over unmodified ZeRO-3, from the table of ``docs/when-it-helps.md``."""
-    text = (ROOT / "docs/when-it-helps.md").read_text(encoding="utf-8")
-    table = text.partition("<!-- gain:")[2].partition("<!-- end -->")[0]
-    rows = []
-    for line in table.splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        gains = [GAIN.fullmatch(cell) for cell in cells[5:7]]
-        if len(gains) == 2 and all(gains):
-            label = f"{cells[0]} {cells[1]}, {cells[2]}, K = {cells[3]}"
-            entries = [(found, index) for index, found in enumerate(gains) if found is not None]
-            rows.append(
-                (
-                    label,
-                    [(float(of[2]), float(of[1]), float(of[3]), index) for of, index in entries],
-                )
-            )
-    picture = Picture("Predicted gain over unmodified ZeRO-3 by machine")
-    picture.heading(
-        "How many times as fast as unmodified ZeRO-3",
-        "predicted; machine, ranks, model, K micro-batches",
-    )
-    picture.ranges(rows, start=0.9)
-    picture.legend([("lossless plan", 0), ("lossy plan", 1)])
-    picture.note(
-        "dot: nothing is hidden by computation; line: from all hidden to none, and unknown rates"
-    )
-    return picture.svg()
+# -- memory ----------------------------------------------------------------------------------------
 
 
 SERIES_OF = {"weights": 0, "secondary": 5, "gradients": 1, "optimizer": 2}
@@ -274,7 +242,6 @@ PICTURES: Mapping[str, Callable[[], str]] = MappingProxyType(
         "losses-sparse": sparse,
         "losses-long": long_defaults,
         "losses-long-sparse": long_sparse,
-        "gain": gain,
         "memory": memory,
     }
 )

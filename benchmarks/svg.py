@@ -137,39 +137,6 @@ class Picture:
             self.y += ROW
         self.y += 8
 
-    def ranges(
-        self, rows: Sequence[tuple[str, Sequence[tuple[float, float, float, int]]]], start: float
-    ) -> None:
-        """Draw ``(label, [(low, value, high, series)])`` as lines with a dot, on a scale that
-        begins at ``start``.
-        """
-        most = max(high for _, entries in rows for _, _, high, _ in entries)
-        left = MARGIN + 2.1 * LABELS
-        room = WIDTH - MARGIN - left - 44
-        top = self.y
-
-        def at(value: float) -> float:
-            return left + (value - start) / (most - start) * room
-
-        ticks = _ticks(start, most)
-        bottom = top + ROW * len(rows)
-        for tick in ticks:
-            self.parts.append(f'<path d="M{at(tick):.1f} {top:.1f}V{bottom:.1f}" class="rule"/>')
-            self._text(at(tick), bottom + 14, f"{tick:g}", "grey small", "middle")
-        for label, entries in rows:
-            middle = self.y + ROW / 2
-            self._text(left - 8, middle + 4, label, "ink small", "end")
-            for index, (low, value, high, series) in enumerate(entries):
-                level = middle + 5 * (index - (len(entries) - 1) / 2)
-                self.parts.append(
-                    f'<path d="M{at(low):.1f} {level:.1f}H{at(high):.1f}" class="range l{series}"/>'
-                )
-                self.parts.append(
-                    f'<circle cx="{at(value):.1f}" cy="{level:.1f}" r="3.4" class="s{series}"/>'
-                )
-            self.y += ROW
-        self.y += 26
-
     def lines(self, lines: Sequence[Line], below: str, form: str, zero: bool = False) -> None:
         """Draw a panel of lines; ``form`` formats the numbers at its left, ``below`` is under it.
 
@@ -263,7 +230,7 @@ def _style() -> str:
 
     fixed = (
         "text{font-family:system-ui,sans-serif;font-size:14px}.small{font-size:12.5px}.bold{font-weight:600}"
-        "path,polyline{fill:none}.curve{stroke-width:1.6}.range{stroke-width:2.2;opacity:.75}"
+        "path,polyline{fill:none}.curve{stroke-width:1.6}"
     )
     return f"<style>{fixed}{rules(LIGHT)}@media(prefers-color-scheme:dark){{{rules(DARK)}}}</style>"
 

@@ -45,7 +45,7 @@ def test_a_rank_trains_and_reports_without_any_extra(tmp_path: Path) -> None:
     [
         ("typer", "plan", "cli"),
         ("rich", "plan", "cli"),
-        ("matplotlib", "simulate --plot x.png", "plot"),
+        ("matplotlib", "plan --plot x.png", "plot"),
     ],
 )
 def test_a_command_names_the_extra_that_it_needs(

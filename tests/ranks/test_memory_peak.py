@@ -24,9 +24,7 @@ from zero_topo.cost.volume import Workload
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.topology.presets import emulated
 
-MODEL = Transformer(
-    "small", 4, hidden=512, heads=8, kv_heads=8, vocab=2048, sequence=16, intermediate=2048
-)
+MODEL = Transformer("small", 4, hidden=512, heads=8, vocab=2048, sequence=16, intermediate=2048)
 ENDS = [len(numels) for numels in MODEL.modules()]
 MODULES = [range(end - size, end) for size, end in zip(ENDS, accumulate(ENDS), strict=True)]
 LAYER = sum(MODEL.modules()[1])
@@ -70,7 +68,7 @@ def peak(config: ResolvedConfig, bucket: int) -> int:
     """Bytes that a rank stores at once in two steps."""
     allocations = Allocations()
     with fake_world(config.plan.world_size), allocations:
-        engine = bare_engine(config, matrices(MODEL.numels()), torch.bfloat16, bucket)
+        engine = bare_engine(config, matrices(Job(MODEL).work.numels), torch.bfloat16, bucket)
         masters, *_moments = (
             torch.zeros(engine.gradients.optimizer_rows().shape) for _ in range(3)
         )
@@ -83,8 +81,8 @@ def peak(config: ResolvedConfig, bucket: int) -> int:
 
 def predicted(config: ResolvedConfig, bucket: int) -> int:
     """The formula's sum for the smallest micro-batch there is, less its activations."""
-    work = Workload.uniform(MODEL.numels())
-    stored = predict_memory(config, work, Job(MODEL, 1, 1, prefetch=0, live=0, bucket=bucket))
+    work = Workload.uniform(Job(MODEL).work.numels)
+    stored = predict_memory(config, work, Job(MODEL, prefetch=0, live=0, bucket=bucket))
     return sum(stored.values()) - stored.get("activations", 0)
 
 

@@ -161,7 +161,7 @@ def stored(w: World) -> int:
 
 def test_what_a_step_holds_is_in_the_prediction() -> None:
     """Among the messages, next to the residual and the masks that stay."""
-    shape = Transformer("small", 2, 64, 2, 2, 100, 16, 256)
+    shape = Transformer("small", 2, 64, 2, 100, 16, 256)
     for name in ("oktopk", "radius"):
         w = pretended(name, 2, True)
         said = predict_memory(w.config, Workload.uniform(w.numels), Job(shape, 1, 1))

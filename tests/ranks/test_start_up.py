@@ -17,6 +17,7 @@ from benchmarks.bare import bare_engine, matrices
 from tests.harness import bound_world
 from tests.marks import late
 from zero_topo.config import ZeroTopoConfig, resolve_config
+from zero_topo.cost.job import Job
 from zero_topo.cost.transformer import scaled
 from zero_topo.engine.agreement import check_agreement
 from zero_topo.engine.stage3 import Stage3
@@ -39,7 +40,7 @@ def start(scheme: str, on: Topology) -> Stage3:
     """Config, agreement, groups, layout and shards (of which nothing is allocated) of a rank in the
     middle.
     """
-    numels = scaled(20_000_000_000).numels()
+    numels = Job(scaled(20 * 10**9)).work.numels
     with bound_world(on.world_size, on.world_size // 2 + 3):
         config = resolve_config(ZeroTopoConfig.parse({"scheme": scheme}), on)
         check_agreement(config, torch.device("cpu"))

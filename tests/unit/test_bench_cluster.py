@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from typing import Any
 
 import pytest
 
 from benchmarks import cluster_report
-from benchmarks.__main__ import main
 from benchmarks.cluster import ClusterBench, assemble, dropped
 from benchmarks.emulated_cluster import commands
 from benchmarks.emulated_cluster.counters import Traffic
@@ -156,18 +154,3 @@ def test_the_known_schemes_are_accepted(scheme: BenchScheme) -> None:
             ):
                 ClusterBench(spec, (scheme,), (1, 8), setup)
         ClusterBench(spec, (scheme,), (1, 8), setup, warmup=60)
-
-
-def test_fit_takes_some_schemes_and_predicts_the_others(capsys: pytest.CaptureFixture[str]) -> None:
-    """Every step of the emulated cluster that was measured is predicted within 20 percent."""
-    words = ["fit", str(ROOT / "benchmarks/records/cluster-t8.json"), "--predict", "paper,zero++"]
-    status, found = main([*words, "--json"]), json.loads(capsys.readouterr().out)
-    assert status == 0 and found["rates"]["peak_flops"] > 0
-    rows = [(row["scheme"], row["micro_batches"], row["fitted"]) for row in found["results"]]
-    fitted = {"zero3": True, "topo": True, "paper": False, "zero++": False}
-    assert sorted(rows) == sorted(
-        (scheme, count, fitted[scheme]) for scheme in fitted for count in (1, 8)
-    )
-    assert all(0.8 < row["ratio"] < 1.2 for row in found["results"])
-    status, out = main(words), capsys.readouterr().out
-    assert status == 0 and "measured" in out and "predicted" in out

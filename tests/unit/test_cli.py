@@ -17,7 +17,7 @@ from tests.commands import Run
 from tests.plans import config_file, printed
 from zero_topo.cli.app import build
 from zero_topo.cli.inputs import read_count
-from zero_topo.config import SCHEMES, json_schema
+from zero_topo.config import json_schema
 
 EMULATED = {"emulated": {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}}
 
@@ -27,72 +27,13 @@ def test_schema_prints_the_schema(run: Run) -> None:
     assert json.loads(run("schema", "--whole-file")[1]) == json_schema(whole_file=True)
 
 
-def test_plan_shows_all_schemes_with_the_papers_numbers_in_80_columns(run: Run) -> None:
-    """20B parameters on 384 GCDs: 2psi/2, 2psi/8 and 12psi/384 bytes."""
-    status, out, _ = run(
-        "plan", "--params", "20e9", "--topology", "frontier", "--world-size", "384"
-    )
-    assert status == 0
-    lines = [line.split() for line in out.splitlines()]
-    assert {line[0] for line in lines if line} >= set(SCHEMES)
-    stored = next(line for line in lines if line[:3] == ["paper", "20.00", "GB"])
-    assert stored[5:9] == ["5.00", "GB", "625.00", "MB"]
-    whole = run(
-        "plan",
-        "--params",
-        "1T",
-        "--topology",
-        "frontier",
-        "--world-size",
-        "75264",
-        "--micro-batches",
-        "16",
-    )[1]
-    assert "75264 ranks" in whole and "world int8" in whole and "rank 1 int8 stored" in whole
-    for text in (out, whole):
-        assert max(map(len, text.splitlines())) <= 80 and "…" not in text
-
-
-def test_plan_json_counts_bytes_of_the_chosen_scheme_and_micro_batches(run: Run) -> None:
-    words = [
-        "plan",
-        "--params",
-        "8192",
-        "--topology",
-        json.dumps(EMULATED),
-        "--set",
-        "scheme=paper",
-    ]
-    report = printed(run, *words, "--micro-batches", "3")
-    (paper,) = report["schemes"]
-    assert (report["params"], report["micro_batches"], paper["scheme"]) == (8192, 3, "paper")
-    assert paper["degrees"] == {"weights": 2, "secondary": 2, "gradients": 4, "optimizer": 8}
-    assert paper["memory"] == {
-        "weights": 8192,
-        "secondary": 4224,
-        "gradients": 4096,
-        "optimizer": 12288,
-    }
-    assert paper["sent_by_domain"] == {
-        "gpu": 2 * 3 * 4224,
-        "node": 3 * 3 * 1152 + 4096,
-        "world": 3 * 2048,
-    }
-    assert {"phase": "publish", "domain": "node", "bytes": 4096} in paper["sent"]
-
-
-def test_plan_of_one_scheme_tells_its_choices(run: Run) -> None:
-    out = run("plan", "--params", "1B", "--topology", "dgx-a100", "--set", "scheme=topo")[1]
-    assert 'set "weights": "node" to shard them' in out
-
-
 def test_check_shows_the_plan_and_the_notes_of_a_good_config(run: Run, tmp_path: Path) -> None:
     path = config_file(tmp_path, {"topology": EMULATED, "scheme": "topo"})
     status, out, err = run("check", path)
     assert (status, err) == (0, "")
     assert "- scheme topo: weights INT8 over gpu (2 ranks)" in out and out.endswith("ok\n")
     report = printed(run, "check", path)
-    assert report["degrees"]["optimizer"] == 8 and report["topology"]["nodes"] == 2
+    assert report["plan"]["degrees"]["optimizer"] == 8 and report["topology"]["nodes"] == 2
 
 
 def test_check_with_autotp_shows_the_plan_of_a_data_parallel_group(
@@ -107,7 +48,7 @@ def test_check_with_autotp_shows_the_plan_of_a_data_parallel_group(
     assert (status, err) == (0, "")
     assert "- tensor parallelism: the plan is that of a data-parallel group, 4 of 8 ranks" in out
     report = printed(run, "check", path)
-    assert report["degrees"]["optimizer"] == 4
+    assert report["plan"]["degrees"]["optimizer"] == 4
     assert report["topology"]["ranks_per_gpu"] == 2  # of the machine
     status, _, err = run("check", config_file(tmp_path, block, tensor_parallel={"autotp_size": 3}))
     assert (status, err.count("\n")) == (2, 1)
@@ -197,7 +138,7 @@ def test_what_is_not_a_count_is_refused(text: str) -> None:
 
 
 def test_no_command_has_more_options_than_a_user_reads() -> None:
-    """Fifteen at most; what is rarely needed is given by --set, and named in its help."""
+    """Seventeen at most, and ten of plan, without --help."""
     commands = dict(typer.main.get_command(build()).commands)  # type: ignore[attr-defined]
     commands |= {
         f"launch {name}": command for name, command in commands.pop("launch").commands.items()
@@ -206,4 +147,4 @@ def test_no_command_has_more_options_than_a_user_reads() -> None:
         name: len([p for p in command.params if p.param_type_name == "option"])
         for name, command in commands.items()
     }
-    assert max(many.values()) <= 17, many
+    assert max(many.values()) <= 17 and many["plan"] <= 10, many

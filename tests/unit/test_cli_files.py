@@ -9,42 +9,26 @@ from pathlib import Path
 
 from tests.commands import Run
 
-PLOT = (
-    "simulate",
-    "--gcds",
-    "16",
-    "--schemes",
-    "topo",
-    "--micro-batches",
-    "1",
-    "--model",
-    "gpt2",
-    "--plot",
-)
+PLOT = ("plan", "--params", "1B", "--machine", "frontier", "--nodes", "1", "--plot")
 MINE = '{"$schema": "../docs/config.schema.json", "zero_topo": {"scheme": "my file"}}'
 
 
 def test_only_new_files_and_own_results_are_written_over(run: Run, tmp_path: Path) -> None:
-    """Somebody's file stays as it is, and nothing else is written, until --force; the result itself
-    is renewed.
-    """
+    """Somebody's file stays as it is, and nothing else is written; the result itself is renewed."""
     mine = tmp_path / "x.png"
     mine.write_text(MINE)
     status, _, said = run(*PLOT, str(mine))
-    assert status == 2 and f"{mine} exists and is no result" in said and "--force" in said
+    assert status == 2 and f"{mine} exists and is no result" in said and "--force" not in said
     assert mine.read_text() == MINE and [*tmp_path.iterdir()] == [mine]
-    assert run(*PLOT, str(mine), "--force")[0] == 0
-    assert b"my file" not in mine.read_bytes()
-    assert run(*PLOT, str(mine))[0] == 0
     mine.unlink()
-    assert run(*PLOT, str(mine))[0] == 0 and mine.exists()
+    for _ in range(2):
+        assert run(*PLOT, str(mine))[0] == 0 and mine.read_bytes().startswith(b"\x89PNG")
 
 
 def test_results_of_another_kind_and_folders_are_not_written_over(run: Run, tmp_path: Path) -> None:
-    """A picture of anything else is no scaling curve; a folder is never a file, forced or not."""
+    """A picture of anything else is none of plans; a folder is never a file."""
     (tmp_path / "x.png").write_bytes(b"\x89PNG zero_topo memory")
     assert "no result of this kind" in run(*PLOT, str(tmp_path / "x.png"))[2]
     assert "which is a file; name a folder" in run(*PLOT, str(tmp_path / "x.png" / "y.png"))[2]
     (tmp_path / "folder.png").mkdir()
-    for force in ((), ("--force",)):
-        assert run(*PLOT, str(tmp_path / "folder.png"), *force)[0] == 2
+    assert run(*PLOT, str(tmp_path / "folder.png"))[0] == 2

@@ -22,7 +22,7 @@ from zero_topo.config import (
     json_schema,
     load_deepspeed_config,
 )
-from zero_topo.cost.candidates import before_a_model
+from zero_topo.cost.rule import before_a_model
 from zero_topo.neox.check import require
 from zero_topo.neox.config import deepspeed_config, load_configs
 from zero_topo.topology import resolve_topology

@@ -19,7 +19,6 @@ from tests.unit.test_config_deepspeed import changed
 from tests.unit.test_neox import GOOD
 from zero_topo.config.deepspeed_json import muon_clipping
 from zero_topo.cost.job import COUNTS, Job
-from zero_topo.cost.step import PERSISTENT
 from zero_topo.neox import check
 from zero_topo.neox.__main__ import main as neox
 from zero_topo.versions import CLIPPING_SINCE, default_clipping, installed
@@ -47,14 +46,13 @@ def test_clipping_by_default() -> None:
     assert f"from {CLIPPING_SINCE} on" in str(import_module("zero_topo.neox.config").__doc__)
 
 
-def test_sizes_that_the_planner_assumes() -> None:
+def test_sizes_that_predictions_assume() -> None:
     """Where a config names none."""
     zero = ("runtime.zero.config", "DeepSpeedZeroConfig")
     for name, keys in COUNTS.items():
         assert inspect.signature(Job).parameters[name].default == default_of(
             *zero, keys[-1].removeprefix("stage3_")
         )
-    assert default_of(*zero, "param_persistence_threshold") == PERSISTENT
     memory = " ".join(str(import_module("zero_topo.cost.memory").__doc__).split())
     assert "10^9 elements by default" in memory and "5 * 10^8 by default" in memory
 

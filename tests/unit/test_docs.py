@@ -15,7 +15,7 @@ from tests.hazards import listed, pattern
 from tests.launching import ROOT
 from zero_topo import __version__
 from zero_topo.config import ZeroTopoConfig, deepspeed_problems
-from zero_topo.cost.candidates import before_a_model
+from zero_topo.cost.rule import before_a_model
 from zero_topo.topology.presets import load_preset
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -18,13 +18,10 @@ COMMANDS = [
     ("topology", "--from", "frontier", "--world-size", "16"),
     ("plan", "--params", "1B", *FRONTIER),
     ("plan", "--params", "1B"),
-    ("plan", "--params", "1B", *FRONTIER, "--recommend", "--set", "sparse=oktopk"),
-    ("plan", "--params", "40B", *FRONTIER, "--recommend"),
-    ("plan", "--model", "mixtral-8x7b", "--machine", "el-capitan", "--nodes", "16", "--recommend"),
-    ("plan", "--max-params", *FRONTIER),
-    ("simulate", "--model", "gpt2", "--gcds", "16,32", "--micro-batches", "1"),
+    ("plan", "--params", "400B", *FRONTIER, "--tensor-parallel", "2"),
     ("migrate", str(ROOT / "configs/topo.json")),
     ("migrate", str(ROOT / "configs/zero3.json"), *FRONTIER),
+    ("check", str(ROOT / "configs/dgx-h100.json"), "--params", "7B"),
     ("doctor",),
     *(
         ("check", str(path), "--world-size", "8")

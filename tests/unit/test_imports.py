@@ -170,14 +170,10 @@ sys.exit(import_module("zero_topo." + sys.argv.pop(1)).main())
     [
         ("cli --help", 4.0),
         ("cli schema", 4.0),
-        ("cli plan --params 20e9 --topology frontier --world-size 384", 4.0),
-        ("cli plan --params 20B --machine frontier --nodes 48 --recommend --json", 4.0),
-        ("cli plan --max-params --machine frontier --nodes 48", 4.0),
+        ("cli plan --params 20B --machine frontier --nodes 48 --json", 4.0),
         ("cli topology --from frontier", 4.0),
         ("cli launch slurm --machine dgx-h100 -- true", 4.0),
         ("neox.__main__ check neox_configs/frontier-20b.yml", 4.0),
-        # 0.4 s on an idle machine
-        ("cli simulate --gcds 64 --micro-batches 1 --schemes topo", 2.0),
     ],
 )
 def test_planning_runs_without_torch(words: str, seconds: float) -> None:

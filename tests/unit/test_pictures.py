@@ -36,7 +36,6 @@ def test_each_picture_is_shown_and_described() -> None:
     assert {page for page, found in shown.items() if found} >= {
         "measured.md",
         "losses.md",
-        "when-it-helps.md",
         "schemes.md",
     }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -17,14 +16,12 @@ import zero_topo
 from benchmarks import faults, faults_report, soak, soak_report
 from benchmarks.removed_keys import removed_rows
 from tests import deepspeed_suite
-from tests.commands import Run
-from tests.documents import PAGES, README, commands, record, row, tables
+from tests.documents import PAGES, README, record, row, tables
 from tests.launching import ROOT
-from tests.marks import late
 from tests.matrix import recorded
-from tests.plans import resolve
-from tests.tables_of_gain import GAINS, muon_steps
+from tests.plans import NEOX, resolve
 from tests.tables_of_losses import TABLES, decay_sentences, fragment_sentences, loss_sentences
+from tests.tables_of_plans import plan_rows
 from tests.tables_of_speed import (
     SPEEDS,
     cluster_sentences,
@@ -34,7 +31,6 @@ from tests.tables_of_speed import (
     stock_sentences,
     turns_sentences,
 )
-from tests.unit.test_simulator import DEFAULTS, PAPER, ratios
 from zero_topo.cli.inputs import machine
 from zero_topo.config import (
     ROLES,
@@ -46,7 +42,7 @@ from zero_topo.config import (
     resolve_config,
 )
 from zero_topo.cost import Workload, by_domain, memory_bytes, step_bytes
-from zero_topo.cost.model_files import load_model
+from zero_topo.cost.job import Job
 from zero_topo.topology import preset_names
 from zero_topo.topology.presets import load_preset
 from zero_topo.units import format_bytes
@@ -100,25 +96,6 @@ def scheme_rows(short: bool = False) -> list[str]:
     """The table of schemes; in short without the secondary copy and what is sent inside a node."""
     found = [scheme_cells(name) for name in ROWS]
     return [row([*cells[:2], *cells[3:6], cells[8]] if short else cells) for cells in found]
-
-
-def paper_rows() -> list[str]:
-    """The table of the paper's ratios, from the simulator in the setting that the text states."""
-    columns = [ratios(), ratios(**DEFAULTS), ratios(overlap=1.0), ratios(stock=False)]
-    rows = []
-    for name, published in PAPER.items():
-        words = (
-            name.replace("zero", "ZeRO-")
-            .replace("-++", "++")
-            .replace("paper", "ZeRO-topo")
-            .replace(" / ", " over ")
-        )
-        what = "ZeRO-topo from 64 to 384 GCDs" if name == "64 to 384" else f"{words} at 384 GCDs"
-        rows.append(
-            f"| {what} | {published:.2f} | "
-            f"{' | '.join(f'{column[name]:.2f}' for column in columns)} |"
-        )
-    return rows
 
 
 def fault_rows() -> list[str]:
@@ -201,7 +178,7 @@ def refusal(changed: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("table", "rows"),
     [
-        ("paper", paper_rows),
+        ("plans", plan_rows),
         ("schemes", scheme_rows),
         ("schemes, short", lambda: scheme_rows(short=True)),
         ("refusals", refusal_rows),
@@ -213,7 +190,6 @@ def refusal(changed: dict[str, Any]) -> str:
         ("removed keys", removed_rows),
         *TABLES.items(),
         *SPEEDS.items(),
-        *(late(*of) if of[0] == "experts" else of for of in GAINS.items()),
     ],
 )
 def test_a_table_is_what_the_formulas_or_the_record_say(
@@ -236,7 +212,7 @@ def block_sentences() -> list[str]:
     """What the page of kernels says of the scatter's bytes, each parameter at a block against all
     as one parameter.
     """
-    numels, words = load_model("gpt-neox-20b").numels(), []
+    numels, words = Job(NEOX).work.numels, []
     for ranks in (RANKS, 4096, 75264):
         config = resolve(load_preset("frontier", ranks), **ROWS["`zero++`"])
         joined = ranks * sum(map(config.plan.shard_numel, numels))
@@ -255,16 +231,6 @@ def _scattered(config: ResolvedConfig, work: Workload) -> int:
     )
 
 
-def test_the_tutorials_block_is_what_its_command_recommends(run: Run) -> None:
-    """The text above it says so."""
-    text = (ROOT / "docs/tutorial.md").read_text()
-    (line,) = [line for line in commands() if "plan --params 1.3B" in line]
-    status, printed, _ = run(*shlex.split(line)[1:])
-    recommended = json.loads(printed[printed.index("\n{") :])
-    (config,) = re.findall(r"^```json\n(.*?)^```", text, re.M | re.S)
-    assert status == 0 and json.loads(config)["zero_topo"] == recommended["zero_topo"]
-
-
 @pytest.mark.parametrize(
     ("page", "sentences"),
     [
@@ -272,7 +238,6 @@ def test_the_tutorials_block_is_what_its_command_recommends(run: Run) -> None:
         (ROOT / "docs/measured.md", scale_sentences),
         (ROOT / "docs/fsdp2.md", fsdp_sentences),
         (ROOT / "docs/optimizers.md", muon_sentences),
-        (ROOT / "docs/optimizers.md", muon_steps),
         (ROOT / "docs/tutorial.md", scheme_sentences),
         (ROOT / "docs/kernels.md", block_sentences),
         (ROOT / "docs/kernels.md", turns_sentences),

@@ -26,7 +26,6 @@ from zero_topo.versions import installed
 COMMANDS = (
     "topology",
     "plan",
-    "simulate",
     "check",
     "migrate",
     "schema",

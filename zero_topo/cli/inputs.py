@@ -7,20 +7,16 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from decimal import Decimal
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from zero_topo.config import load_deepspeed_config
 from zero_topo.config.deepspeed_json import parse_object
 from zero_topo.config.deepspeed_parts import misread
-from zero_topo.strict import cut, read, read_text, to_json, words_of
+from zero_topo.strict import cut
 from zero_topo.topology import Topology, resolve_topology
-from zero_topo.topology.rates import Rates
 
 LIKE_PARAMS = "20e9, 20B or 350M"
 MOST = 10**24
-MOST_MICRO_BATCHES = 1024
-"""A count, and what is simulated one by one."""
 _COUNT = re.compile(
     r"(?P<number>\d{1,99}(?:\.\d{0,99})?(?:[eE]\+?\d{1,3})?)(?P<suffix>[kKmMbBtT]?)", re.ASCII
 )
@@ -79,45 +75,6 @@ def read_deepspeed_config(source: str) -> dict[str, Any]:
     with naming(source):
         refuse(misread(loaded))
     return loaded
-
-
-def read_rates(text: str, preset: Rates | None) -> Rates:
-    """The preset's rates with the keys that the user gave; of ``link_efficiency`` and ``rings``,
-    with their parts.
-
-    Args:
-        text: a JSON object, or the path of a file with one.
-        preset: what is not given; None if nothing is known.
-
-    Raises:
-        ValueError: for what are no rates, or incomplete ones without a preset.
-    """
-    try:
-        given = parse_object(
-            text if text.lstrip().startswith("{") else read_text(Path(text), "rates"), "rates"
-        )
-    except OSError as error:
-        raise ValueError(
-            f"rates {text!r}: cannot be read ({error.strerror}); give a JSON file or object"
-        ) from None
-    known = {} if preset is None else to_json(preset)
-    merged = {**known, **given}
-    for key in ("link_efficiency", "rings"):
-        if isinstance(given.get(key), dict):
-            merged[key] = {**known.get(key, {}), **given[key]}
-    return cast("Rates", read(Rates, "rates", merged))
-
-
-def counts(text: str, what: str, most: int) -> list[int]:
-    """The numbers of a list with commas between them, ascending.
-
-    Raises:
-        ValueError: if there is none, or one is not a positive whole number up to ``most``.
-    """
-    found = sorted({read_count(word, what, most=most) for word in words_of(text)})
-    if not found:
-        raise ValueError(f"{what} {text!r} names no number; write one or more, such as 8,16")
-    return found
 
 
 def machine(setting: str | Mapping[str, Any], world_size: int | None) -> Topology:

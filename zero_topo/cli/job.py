@@ -1,59 +1,27 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The machine, the model and the step that a command is about: options that mean the same in all
-commands.
-"""
+"""The machine and the model that a command is about: options that mean the same in all commands."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
-from pydantic import Field, PositiveInt
 
-from zero_topo.cli.inputs import (
-    LIKE_PARAMS,
-    MOST_MICRO_BATCHES,
-    counts,
-    machine,
-    read_count,
-    read_rates,
-)
-from zero_topo.cli.options import MACHINES, MODEL_NAMES, Rare
+from zero_topo.cli.inputs import LIKE_PARAMS, machine, read_count
+from zero_topo.cli.options import MACHINES, MODEL_NAMES
 from zero_topo.config.deepspeed_parts import half_precision
-from zero_topo.cost.experts import expert_tree, experts_of, split
-from zero_topo.cost.job import ATTENTIONS, Attention, Job, deepspeed_settings
+from zero_topo.cost.job import Job, deepspeed_settings
 from zero_topo.cost.model_files import load_model
-from zero_topo.cost.planner import RESERVE, Request
-from zero_topo.cost.tensor import tree_of
 from zero_topo.cost.transformer import SEQUENCE, Model, scaled
 from zero_topo.topology import Topology, preset_names
 from zero_topo.topology.model import MOST_RANKS
 from zero_topo.topology.presets import load_machine
 
-ITEMSIZE = 2  # 16-bit training
-NO_CONFIG: Mapping[str, Any] = {}
-Share = Annotated[float, Field(ge=0, le=0.9)]
-Machine = Annotated[
-    str,
-    typer.Option(
-        "--machine",
-        "--topology",
-        autocompletion=MACHINES,
-        metavar="PRESET|FILE|JSON",
-        help="Preset, .json file or JSON object that describes the machine; auto is this job.",
-    ),
-]
 Ranks = Annotated[
     str | None,
-    typer.Option(
-        "--ranks",
-        "--world-size",
-        "--gcds",
-        metavar="N",
-        help="Number of ranks; in simulate a list.",
-    ),
+    typer.Option("--ranks", "--world-size", metavar="N", help="Number of ranks."),
 ]
 
 
@@ -61,9 +29,6 @@ Ranks = Annotated[
 class JobOptions:
     """Options of all commands that predict."""
 
-    params: Annotated[
-        str | None, typer.Option(help="Parameters of the model, such as 20e9 or 20B.")
-    ] = None
     model: Annotated[
         str | None,
         typer.Option(
@@ -72,98 +37,50 @@ class JobOptions:
             help="Model name, Hugging Face config.json or GPT-NeoX YAML.",
         ),
     ] = None
+    params: Annotated[
+        str | None, typer.Option(metavar="N", help="Parameters of the model, such as 20e9 or 20B.")
+    ] = None
     seq: Annotated[
         int | None, typer.Option(min=1, help="Tokens per sequence; default: the model's, or 2048.")
     ] = None
-    micro_batch: Annotated[
-        int | None,
+    machine: Annotated[
+        str,
         typer.Option(
-            min=1,
-            max=MOST_MICRO_BATCHES,
-            help="Sequences per rank and micro-batch; default: the config's, or 1.",
+            autocompletion=MACHINES,
+            metavar="PRESET|FILE|JSON",
+            help="Preset, .json file or JSON object that describes the machine; auto is this job.",
         ),
-    ] = None
-    micro_batches: Annotated[
-        str | None,
-        typer.Option(
-            metavar="K",
-            help="Micro-batches per optimizer step; default: the config's, or 1. In simulate a "
-            "list; default: 1,8.",
-        ),
-    ] = None
-    tensor_parallel: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Ranks that share each micro-batch by tensor parallelism; default: the config's, "
-            "or 1.",
-        ),
-    ] = None
-    overlap: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            max=1,
-            help="Share that computation hides of the communication it may hide; default: 0.",
-        ),
-    ] = None
-    machine: Machine = "auto"
-    nodes: Annotated[str | None, typer.Option(metavar="N", help="Number of nodes.")] = None
+    ] = "auto"
+    nodes: Annotated[int | None, typer.Option(min=1, metavar="N", help="Number of nodes.")] = None
     ranks: Ranks = None
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")] = (
         False
     )
-    checkpointing: Annotated[
-        bool | None, Rare("false keeps activations instead of recomputing them")
-    ] = None
-    attention: Annotated[
-        Attention, Rare("flash, or eager, which stores the score matrix", ATTENTIONS)
-    ] = "flash"
-    fused_loss: Annotated[bool, Rare("true if the loss never stores all logits")] = False
-    reserve: Annotated[
-        Share | None, Rare(f"share of the memory to leave free; default: {RESERVE}, of states 0")
-    ] = None
-    expert_parallel: Annotated[
-        PositiveInt | None,
-        Rare("ranks that share the experts of each layer; default: the config's, or 1"),
-    ] = None
-    rates: Annotated[str | None, Rare("rates of a rank and its links, a file or JSON")] = None
+
+    @property
+    def counted(self) -> bool:
+        """Return whether the options have a number of nodes or ranks."""
+        return self.ranks is not None or self.nodes is not None
 
 
-def machines_of(options: JobOptions) -> list[Topology]:
-    """The machine with each number of nodes or ranks that the options name.
+def machine_of(options: JobOptions) -> Topology:
+    """The machine that the options name.
 
     Raises:
         ValueError: if there is none, or its ranks do not add up.
     """
-    ranks = None if options.ranks is None else counts(options.ranks, "--ranks", MOST_RANKS)
+    ranks = None
+    if options.ranks is not None:
+        ranks = read_count(options.ranks, "--ranks", most=MOST_RANKS)
     if options.nodes is not None:
-        nodes = counts(options.nodes, "--nodes", MOST_RANKS)
-        found = [count * _ranks_per_node(options.machine, count) for count in nodes]
+        found = options.nodes * _ranks_per_node(options.machine, options.nodes)
         if ranks not in (None, found):
             raise ValueError(
-                f"--nodes {options.nodes} of {options.machine} are {', '.join(map(str, found))} "
-                f"ranks, but --ranks is {options.ranks}; give one of the two"
+                f"--nodes {options.nodes} of {options.machine} are {found} ranks, but --ranks is "
+                f"{ranks}; give one of the two"
             )
         ranks = found
-    return [machine(options.machine, count) for count in ranks or (None,)]
-
-
-def machine_of(options: JobOptions) -> Topology:
-    """The machine that the options name, with one number of ranks."""
-    return one(machines_of(options), f"--ranks {options.ranks or options.nodes}")
-
-
-def one(found: list[Any], what: str) -> Any:
-    """The only one.
-
-    Raises:
-        ValueError: if there are several.
-    """
-    if len(found) > 1:
-        raise ValueError(f"{what}: this command takes one number; simulate takes several")
-    return found[0]
+    return machine(options.machine, ranks)
 
 
 def _ranks_per_node(setting: str, nodes: int) -> int:
@@ -201,102 +118,40 @@ def model_of(options: JobOptions) -> Model | None:
     return scaled(read_count(options.params, "--params", LIKE_PARAMS), options.seq or SEQUENCE)
 
 
-def need_model(options: JobOptions) -> Model:
-    """The model that the options name.
-
-    Raises:
-        ValueError: if they name none.
-    """
-    found = model_of(options)
-    if found is None:
-        raise ValueError("which model? give --params, such as 20B, or --model")
-    return found
-
-
-def request_of(
-    options: JobOptions, topology: Topology, model: Model, loaded: Mapping[str, Any] = NO_CONFIG
-) -> Request:
-    """Machine, model and job; what neither the options nor the config say is 1, in 16 bits.
+def job_of_config(loaded: Mapping[str, Any], model: Model, ranks: int) -> Job:
+    """The job of a DeepSpeed config; what the config does not say is 1.
 
     Args:
-        options: of the command.
-        topology: the machine.
+        loaded: the config.
         model: the model.
-        loaded: a DeepSpeed config; empty if there is none.
+        ranks: the data-parallel ranks.
 
     Raises:
         ValueError: for wrong settings.
     """
-    tensor = tensor_of(options, loaded)
-    micro, steps = _batches(options, tree_of(topology, tensor).world_size, loaded)
-    single = loaded and not half_precision(loaded)
-    job = Job(
+    micro = _positive(loaded, "train_micro_batch_size_per_gpu")
+    steps = _positive(loaded, "gradient_accumulation_steps")
+    batch = _positive(loaded, "train_batch_size")
+    if steps is None and batch is not None:
+        sharing = _positive(loaded, "sequence_parallel_size") or 1
+        steps = batch * sharing // ((micro or 1) * ranks)
+    return Job(
         model,
-        micro,
-        steps,
-        checkpointing=options.checkpointing is not False,
-        itemsize=2 * ITEMSIZE if single else ITEMSIZE,
-        attention=options.attention,
-        fused_loss=options.fused_loss,
-        overlap=options.overlap,
-        tensor=tensor,
-        expert=expert_of(options, loaded, model, topology),
+        micro or 1,
+        max(1, steps or 1),
+        itemsize=2 if half_precision(loaded) else 4,
+        tensor=tensor_of(loaded),
         **deepspeed_settings(loaded),
     )
-    request = Request(
-        topology, job, reserve=RESERVE if options.reserve is None else options.reserve
-    )
-    return (
-        request
-        if options.rates is None
-        else replace(request, own_rates=read_rates(options.rates, request.rates))
-    )
 
 
-def tensor_of(options: JobOptions, loaded: Mapping[str, Any]) -> int:
+def _positive(loaded: Mapping[str, Any], key: str) -> int | None:
+    value = loaded.get(key)
+    return value if isinstance(value, int) and value > 0 else None
+
+
+def tensor_of(loaded: Mapping[str, Any]) -> int:
     """The number of ranks that share each micro-batch by tensor parallelism."""
-    if options.tensor_parallel is not None:
-        return options.tensor_parallel
     block = loaded.get("tensor_parallel") or {}
     size = block.get("autotp_size") or (block.get("tp") or {}).get("tp_size")
     return size if isinstance(size, int) and size > 1 else 1
-
-
-def expert_of(
-    options: JobOptions, loaded: Mapping[str, Any], model: Model, topology: Topology
-) -> int:
-    """The number of ranks that share the experts of each layer; 1 if only a config has it, and the
-    model no experts.
-
-    Raises:
-        ValueError: if it does not divide the experts, or the machine along its nodes and GPUs.
-    """
-    size = options.expert_parallel
-    if size is None:
-        block = loaded.get("expert_parallel") or {}
-        stated = block.get("autoep_size") if block.get("enabled") is True else None
-        size = stated if isinstance(stated, int) and experts_of(model) else 1
-    if size > 1:
-        split(model, size)
-        expert_tree(topology, size)
-    return size
-
-
-def _batches(options: JobOptions, ranks: int, loaded: Mapping[str, Any]) -> tuple[int, int]:
-    """Sequences of a micro-batch, and micro-batches of a step, of each of so many data-parallel
-    ranks.
-    """
-    micro, steps = (
-        value if isinstance(value := loaded.get(key), int) and value > 0 else None
-        for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    )
-    micro = options.micro_batch or micro or 1
-    batch = loaded.get("train_batch_size")
-    sharing = loaded.get("sequence_parallel_size")
-    if steps is None and isinstance(batch, int):
-        steps = batch * (sharing if isinstance(sharing, int) else 1) // (micro * ranks)
-    if options.micro_batches is not None:
-        steps = one(
-            counts(options.micro_batches, "--micro-batches", MOST_MICRO_BATCHES), "--micro-batches"
-        )
-    return micro, max(1, steps or 1)

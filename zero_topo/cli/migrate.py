@@ -14,11 +14,11 @@ from typing import Annotated, Any
 
 import typer
 
-from zero_topo.cli.inputs import LIKE_PARAMS, naming, read_count, read_deepspeed_config, refuse
-from zero_topo.cli.job import ITEMSIZE, JobOptions, machine_of, model_of, need_model, request_of
+from zero_topo.cli.inputs import naming, read_deepspeed_config, refuse
+from zero_topo.cli.job import JobOptions, job_of_config, machine_of, model_of
 from zero_topo.cli.options import Force, taking
 from zero_topo.cli.output import print_json, print_notes
-from zero_topo.cli.tables import memory_table, places_table, show, volume_table
+from zero_topo.cli.tables import LEGEND, Costs, costs_json, plans_table, show
 from zero_topo.config import (
     ZeroTopoConfig,
     deepspeed_hints,
@@ -28,39 +28,29 @@ from zero_topo.config import (
 )
 from zero_topo.config.parts import ROOT
 from zero_topo.config.stock_keys import Translation, switched_on, translate
-from zero_topo.cost.explain import planned, setting
-from zero_topo.cost.planner import Price
-from zero_topo.cost.volume import loco_bytes, stock_config
+from zero_topo.cost.bounds import Cost, cost_of
+from zero_topo.cost.memory import predict_memory
+from zero_topo.cost.rule import plan_for
+from zero_topo.cost.transformer import SEQUENCE, scaled
+from zero_topo.cost.volume import by_domain, loco_bytes, step_bytes, stock_config
 from zero_topo.doctor.refusals import deepspeed_refusals, unasked
 from zero_topo.observe.documents import Document
 from zero_topo.observe.files import check_files
 from zero_topo.topology import Topology
-from zero_topo.units import format_seconds
 
 BEFORE = "before"
 AFTER = "after"
 EMPTY = "empty"
-USUAL_PARAMS = "1B"
-
-
-class ComparedCosts(Document):
-    """Rows "before", "after" and "empty" -> costs."""
-
-    topology: Topology
-    params: int
-    micro_batches: int
-    memory: dict[str, dict[str, int]]
-    sent_by_domain: dict[str, dict[str, int]]
-    seconds: dict[str, float]
+USUAL_PARAMS = 10**9
 
 
 class Migrated(Document):
-    """``migrate``."""
+    """``migrate``; the costs are of "before", "after" and "empty"."""
 
     config: dict[str, Any]
     translated: list[str]
     differences: list[str]
-    costs: ComparedCosts | None
+    costs: dict[str, Costs] | None
 
 
 DOCUMENT = Migrated
@@ -87,8 +77,7 @@ def migrate(
         # A config to migrate may have no batch sizes yet
         refuse(deepspeed_refusals({**found.config, "train_batch_size": "auto"}, None))
         block = ZeroTopoConfig.parse(found.config[ROOT])
-    prices = _prices(options, active, block, loaded)
-    costs = _costs(prices, active) if prices else None
+    compared = _costs(options, active, block, loaded)
     if output is not None:
         output.write_text(json.dumps(found.config, indent=2) + "\n", encoding="utf-8")
     changes = [
@@ -102,16 +91,16 @@ def migrate(
                 "config": found.config,
                 "translated": list(found.lines),
                 "differences": changes,
-                "costs": costs,
+                "costs": compared and {row: costs_json(cost) for row, cost in compared[1].items()},
             }
         )
         return
     print_notes([*found.lines, *changes])
     print()
-    if costs is None:
+    if compared is None:
         print("- bytes and memory: give --machine frontier --nodes 48, or another machine\n")
     else:
-        _show(prices, costs)
+        _show(*compared)
     print(json.dumps(found.config, indent=2) if output is None else f"wrote {output}")
 
 
@@ -164,64 +153,37 @@ def differences(active: Mapping[str, Any], block: ZeroTopoConfig) -> Iterator[st
         )
 
 
-def _prices(
+def _costs(
     options: JobOptions,
     active: Mapping[str, Any],
     block: ZeroTopoConfig,
-    ds_config: Mapping[str, Any],
-) -> dict[str, Price]:
-    """The plan before, after, and of the empty block; none where no machine is named."""
-    counted = options.ranks is not None or options.nodes is not None
-    if options.machine == "auto" and not counted:
-        return {}
+    loaded: Mapping[str, Any],
+) -> tuple[Topology, dict[str, Cost]] | None:
+    """The machine, and the costs before, after, and of the empty block; None where no machine is
+    named.
+    """
+    if options.machine == "auto" and not options.counted:
+        return None
     found = machine_of(options)
-    model = model_of(options) or need_model(replace(options, params=USUAL_PARAMS))
-    request = request_of(options, found, model, ds_config)
-    whole = options.model is None and not request.job.muon
-    numels = (
-        (read_count(options.params or USUAL_PARAMS, "--params", LIKE_PARAMS),) if whole else None
-    )
-    request = replace(
-        request, job=replace(request.job, itemsize=ITEMSIZE), states_only=True, numels=numels
-    )
-    stock = replace(
-        request, job=replace(request.job, stock=stock_keys.MICS_HIERARCHICAL not in active)
-    )
-    plans = {AFTER: resolve_config(block, found)}
-    with suppress(ValueError):  # nothing fits
-        plans[EMPTY] = planned(ZeroTopoConfig.parse({}), replace(request, states_only=False))
-    prices = {BEFORE: stock.price(stock_config(active, found))}
-    return prices | {row: request.price(plan) for row, plan in plans.items()}
-
-
-def _costs(prices: Mapping[str, Price], active: Mapping[str, Any]) -> dict[str, Any]:
-    """The costs in JSON types; LoCo keeps residuals before."""
-    memory = {row: price.memory for row, price in prices.items()}
-    after = prices[AFTER]
-    if loco := loco_bytes(active, after.request.work, after.config.topology):
-        memory[BEFORE] = memory[BEFORE] | {"residual": loco}
-    return {
-        "topology": after.config.topology.to_json(),
-        "params": sum(after.request.work.numels),
-        "micro_batches": after.request.job.micro_batches,
-        "memory": memory,
-        "sent_by_domain": {row: price.sent_by_domain for row, price in prices.items()},
-        "seconds": {row: price.seconds for row, price in prices.items()},
+    model = model_of(options) or scaled(USUAL_PARAMS, options.seq or SEQUENCE)
+    job = job_of_config(loaded, model, found.world_size)
+    work = job.work
+    stock = stock_config(active, found)
+    # hpZ of DeepSpeed stores its copy in 16 bits
+    memory = predict_memory(replace(stock, secondary_spec=None), work, job)
+    if loco := loco_bytes(active, work, found):
+        memory["residual"] = loco
+    sent = step_bytes(stock, work, stock=stock_keys.MICS_HIERARCHICAL not in active)
+    costs = {
+        BEFORE: Cost(stock, memory, by_domain(sent), None),
+        AFTER: cost_of(resolve_config(block, found), job, found),
     }
+    with suppress(ValueError):  # nothing fits
+        costs[EMPTY] = cost_of(plan_for(ZeroTopoConfig(), found, job), job, found)
+    return found, costs
 
 
-def _show(prices: Mapping[str, Price], costs: Mapping[str, Any]) -> None:
-    found = prices[AFTER].config.topology
-    request = prices[AFTER].request
-    configs = {row: price.config for row, price in prices.items()}
-    show(
-        places_table(
-            configs, f"{costs['params']:,} parameters on {found.world_size:,} ranks of {found.name}"
-        )
-    )
-    show(memory_table(costs["memory"], found.memory_per_rank))
-    show(volume_table(costs["sent_by_domain"], request.job.micro_batches))
-    steps = (f"{row} {format_seconds(seconds)}" for row, seconds in costs["seconds"].items())
-    print(f"- a step takes by prediction: {', '.join(steps)}")
-    print(f"- {setting(request)}")
-    print(f'- {EMPTY}: what "{ROOT}": {{}} would do here; see zero-topo plan --recommend\n')
+def _show(machine: Topology, costs: Mapping[str, Cost]) -> None:
+    show(plans_table(costs, f"On {machine.world_size:,} ranks of {machine.name}"))
+    print_notes(LEGEND)
+    print(f'- {EMPTY}: what "{ROOT}": {{}} would do here; see zero-topo plan\n')

@@ -56,16 +56,10 @@ class ZeroTopoConfig(StrictModel):
     )
     scheme: SchemeSetting | None = Field(
         None,
-        description='Named set of defaults that the keys below override. "auto" chooses, when '
-        "training starts, what is "
-        "predicted to be fastest of all that fits into memory; the keys below are kept. Without a "
-        "scheme and degrees "
-        'it is "topo" where a GPU has several ranks, else "auto".',
-    )
-    lossy: StrictBool = Field(
-        False,
-        description='Whether "auto" may quantize more than the keys below ask for; false logs what '
-        "that would gain.",
+        description='Named set of defaults that the keys below override. "auto" shards, when '
+        "training starts, weights over as few ranks as fits into memory, then gradients over as "
+        "few as fits, optimizer states over all; the keys below are kept. Without a scheme and "
+        'degrees it is "topo" where a GPU has several ranks, else "auto".',
     )
     weights: DegreeSetting = Field(
         None, description="Ranks that share one copy of the weights: a domain or a degree."
@@ -155,15 +149,6 @@ class ZeroTopoConfig(StrictModel):
                 f'{ROOT}: publish sends either differences ("delta": "{self.publish.delta}") or '
                 "weights in a dtype "
                 f'("{self.publish.dtype}"); give one of the two'
-            )
-        if "lossy" in self.model_fields_set and (
-            given if self.scheme is None else self.scheme != AUTO
-        ):
-            what = "degrees that are given" if self.scheme is None else f"scheme {self.scheme}"
-            raise ValueError(
-                f'{ROOT}: lossy says what "scheme": "{AUTO}" may choose, and {what} leave nothing '
-                "to choose; remove "
-                'one of the two: "quantize", "sync" and "publish" set what is quantized'
             )
         if self.scheme is None and given and missing:
             raise ValueError(

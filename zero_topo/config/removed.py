@@ -28,6 +28,12 @@ class Removed(NamedTuple):
 
 REMOVED: tuple[Removed, ...] = (
     Removed(
+        "lossy",
+        None,
+        'nothing is quantized unasked; name a scheme that quantizes, such as "topo", or set '
+        '"quantize", "sync" or "publish"',
+    ),
+    Removed(
         "topology",
         "measured",
         "name a preset, or a .json file that describes the machine",

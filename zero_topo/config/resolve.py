@@ -142,14 +142,13 @@ class ResolvedConfig:
 
 
 def is_automatic(config: ZeroTopoConfig, topology: Topology) -> bool:
-    """Return whether the plan is chosen for the model: by name, by the key "lossy", or by default
-    on one-rank GPUs.
+    """Return whether the plan is chosen for the model: by name, or by default on one-rank GPUs.
 
     On GPUs of one rank each, "topo" would store all weights on every rank.
     """
     if config.scheme is not None or config.weights is not None:
         return config.scheme == AUTO
-    return "lossy" in config.model_fields_set or topology.ranks_per_gpu == 1
+    return topology.ranks_per_gpu == 1
 
 
 def resolve_config(config: ZeroTopoConfig, topology: Topology) -> ResolvedConfig:
@@ -162,8 +161,7 @@ def resolve_config(config: ZeroTopoConfig, topology: Topology) -> ResolvedConfig
     if is_automatic(config, topology):
         raise ValueError(
             f'{ROOT}.scheme: "{AUTO}" is chosen for a model, which only a training run, check and '
-            "plan do; "
-            '"zero-topo plan --recommend --params N --machine NAME --nodes N" shows the choice'
+            'plan do; "zero-topo plan --params N --machine NAME --nodes N" shows the choice'
         )
     name = (
         None

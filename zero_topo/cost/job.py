@@ -1,41 +1,27 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""A training job: the model, its batch, and the settings of DeepSpeed that prices depend on."""
+"""A training job: the model, its batch, and the settings of DeepSpeed that costs depend on."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from zero_topo.config.deepspeed_parts import ABSENT, ZERO, lookup, on
+from zero_topo.cost.model_files import TRAINED, read_modules, shape_of
 from zero_topo.cost.tensor import part_of
 from zero_topo.cost.transformer import Model
+from zero_topo.cost.volume import Workload
 from zero_topo.strict import must_be, read
+from zero_topo.units import format_count
 
-Attention = Literal["flash", "eager"]
-ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
-OVERLAP = 0.0
-"""Default share of the communication able to overlap with computation that does overlap.
-
-Among published step times of ZeRO-3 and its variants, this model can be compared only with those of
-the ZeRO-topo paper (384 GCDs of Frontier). With the presets' rates and 8 micro-batches its three
-ratios come out within 15% at 0, 22% at 0.25, 30% at 0.5 and 49% at 1. The default is thus fitted to
-Frontier; on other machines it is a conservative guess.
-"""
 Elements = Annotated[
     float, Field(strict=True, ge=0, allow_inf_nan=False), must_be("a number of elements")
 ]
-LEAST = (
-    ("micro_batch", 1),
-    ("micro_batches", 1),
-    ("itemsize", 1),
-    ("prefetch", 0),
-    ("tensor", 1),
-    ("expert", 1),
-)
 COUNTS = {
     "live": ("stage3_max_live_parameters", "max_live_parameters"),
     "bucket": ("reduce_bucket_size",),
@@ -46,7 +32,7 @@ COUNTS = {
 
 @dataclass(frozen=True)
 class Job:
-    """Describes a training job: model, micro-batches, recomputation, overlap.
+    """Describes a training job: model, micro-batches, recomputation, DeepSpeed's settings.
 
     Attributes:
         model: its shape.
@@ -56,14 +42,7 @@ class Job:
             backward.
         itemsize: bytes per weight and gradient.
         prefetch: modules gathered ahead (DeepSpeed's ``stage3_prefetch_bucket_size``).
-        overlap_scatter: whether scatters overlap with the backward pass (DeepSpeed's
-            ``overlap_comm``).
-        attention: "flash", or "eager", which stores the matrix of scores for the backward pass.
-        fused_loss: whether the loss never stores all logits.
-        stock: whether stock DeepSpeed does all communication, see Note [Stock].
-        overlap: share of the communication able to overlap that does; None (unknown) takes
-            :data:`OVERLAP`.
-        muon: method of Newton-Schulz ("gram" or "standard") if the optimizer is Muon; None is Adam.
+        muon: whether the optimizer is Muon; else it is Adam.
         live: gathered elements that DeepSpeed keeps (``stage3_max_live_parameters``); see
             ``memory.py``.
         bucket: elements of a gradient bucket (``reduce_bucket_size``).
@@ -72,61 +51,32 @@ class Job:
         loss_scaled: whether ``fp16`` is enabled.
         tensor: tensor parallel ranks, which train each micro-batch together; see Note [Tensor
             parallelism].
-        expert: expert parallel ranks, which share each layer's experts; see Note [Expert
-            parallelism].
-
-    Raises:
-        ValueError: if a number is out of range.
+        numels: elements of each trained parameter of a live model; None takes those of ``model``.
+        frozen: elements of each parameter that no optimizer updates.
+        whole: for each of ``numels``, whether its update is Muon's; empty if none.
     """
 
     model: Model
-    micro_batch: int
-    micro_batches: int
+    micro_batch: int = 1
+    micro_batches: int = 1
     checkpointing: bool = True
     itemsize: int = 2
     prefetch: int = 1
-    overlap_scatter: bool = True
-    attention: Attention = "flash"
-    fused_loss: bool = False
-    stock: bool = False
-    overlap: float | None = None
-    muon: str | None = None
+    muon: bool = False
     live: int = 10**9
     bucket: int = 5 * 10**8
     sub_group: int = 10**9
     offload: bool = False
     loss_scaled: bool = False
     tensor: int = 1
-    expert: int = 1
-
-    def __post_init__(self) -> None:
-        for key, least in LEAST:
-            if getattr(self, key) < least:
-                raise ValueError(f"job: {key} is {getattr(self, key)}; it must be at least {least}")
-        if self.tensor > 1 < self.expert:
-            raise ValueError(
-                f"job: {self.tensor} tensor parallel and {self.expert} expert parallel ranks: both "
-                "together are not priced; leave one out"
-            )
-        if not 0 <= self.hidden <= 1:
-            raise ValueError(
-                f"job: overlap is {self.overlap}; it must be a share, from 0 (nothing) to 1 (all)"
-            )
-
-    @property
-    def hidden(self) -> float:
-        """Return the share of the overlappable communication that overlaps."""
-        return OVERLAP if self.overlap is None else self.overlap
+    numels: tuple[int, ...] | None = None
+    frozen: tuple[int, ...] = ()
+    whole: tuple[bool, ...] = ()
 
     @property
     def part(self) -> Model:
         """Return a rank's part of the model: all of it without tensor parallelism."""
         return part_of(self.model, self.tensor)
-
-    @property
-    def boundary_bytes(self) -> int:
-        """Return the bytes of a micro-batch's activations between two layers."""
-        return self.micro_batch * self.model.sequence * self.model.hidden * self.itemsize
 
     @cached_property
     def gathered(self) -> int:
@@ -137,13 +87,33 @@ class Job:
         ahead = max(sum(sizes[index : index + self.prefetch + 1]) for index in range(len(sizes)))
         return min(self.part.params, max(self.live, ahead))
 
-    @property
-    def flops(self) -> float:
-        """Return the model FLOPs of one rank in a step: forward and backward, without
-        recomputation.
-        """
-        tokens = self.micro_batch * self.model.sequence
-        return 3.0 * self.micro_batches * sum(self.part.module_flops(tokens))
+    @cached_property
+    def work(self) -> Workload:
+        """Return the parameters and the step, as far as bytes depend on them."""
+        whole = self.whole
+        if self.numels is None:
+            shapes = self.part.shapes()
+            work = Workload.uniform(
+                map(math.prod, shapes), self.itemsize, self.micro_batches, map(len, shapes)
+            )
+            whole = self.part.matrices() if self.muon else ()
+        else:
+            work = Workload.uniform(self.numels, self.itemsize, self.micro_batches)
+        frozen = None
+        if self.frozen:
+            frozen = Workload.uniform(self.frozen, self.itemsize, self.micro_batches)
+        return replace(work, frozen=frozen, whole=whole, loss_scaled=self.loss_scaled)
+
+    def describe(self) -> str:
+        """Return the settings on which memory and seconds depend; printed with each."""
+        model = self.model
+        where = "a rank" if self.tensor == 1 else f"{self.tensor} tensor parallel ranks"
+        activations = "recomputed" if self.checkpointing else "kept"
+        return (
+            f"{format_count(model.params)} parameters, as {model.layers} layers of width "
+            f"{model.hidden}; {self.micro_batch} x {model.sequence:,} tokens a micro-batch on "
+            f"{where}, activations {activations}{'; Muon' if self.muon else ''}"
+        )
 
 
 def deepspeed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -158,15 +128,38 @@ def deepspeed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
             value = lookup(config, f"{ZERO}.{key}")
             if value is not ABSENT:
                 counts[name] = int(read(Elements, f"{ZERO}.{key}", value))
-    offload = lookup(config, f"{ZERO}.offload_optimizer.device") == "cpu"
-    scaled = on(lookup(config, "fp16.enabled"))
-    return {**counts, "offload": offload, "loss_scaled": scaled, "muon": method_of(config)}
+    return {
+        **counts,
+        "offload": lookup(config, f"{ZERO}.offload_optimizer.device") == "cpu",
+        "loss_scaled": on(lookup(config, "fp16.enabled")),
+        "muon": str(lookup(config, "optimizer.type")).lower() == "muon",
+    }
 
 
-def method_of(ds_config: Mapping[str, Any]) -> str | None:
-    """Return the method of Newton-Schulz in a DeepSpeed config; None if its optimizer is not
-    Muon.
+def job_of_module(
+    module: Any, sequence: int | None = None, trains: bool = True, **settings: Any
+) -> Job:
+    """Return the job of a live model, whose parameters DeepSpeed may have partitioned.
+
+    Args:
+        module: the ``torch.nn.Module``.
+        sequence: tokens of a sequence; None takes the limit of the model's config, at most 4096;
+            without one, 2048.
+        trains: whether there are gradients and optimizer states. A model without a trained
+            parameter counts as trained.
+        settings: other fields of :class:`Job`.
     """
-    if str(lookup(ds_config, "optimizer.type")).lower() != "muon":
-        return None
-    return "standard" if lookup(ds_config, "optimizer.params.ns_method") == "standard" else "gram"
+    tree = read_modules(module, type(module).__name__)
+    tree = replace(tree, sequence=sequence or min(tree.sequence, TRAINED))
+    parameters = [*module.parameters()]
+    trained = [p for p in parameters if p.requires_grad and trains]
+    frozen = [p for p in parameters if not (p.requires_grad and trains)]
+    if trains and not trained:
+        trained, frozen = frozen, trained
+    return Job(
+        tree,
+        numels=tuple(math.prod(shape_of(p)) for p in trained),
+        frozen=tuple(math.prod(shape_of(p)) for p in frozen),
+        whole=tuple(bool(getattr(p, "use_muon", False)) for p in trained),  # DeepSpeed's mark
+        **settings,
+    )

@@ -11,14 +11,14 @@ Note [Activations]
     2205.05198), without tensor parallelism (with it: Note [Tensor parallelism] in ``tensor.py``): a
     layer keeps ``s b h (34 + 5 a s / h)`` bytes in 16 bits (equation 1), with full recomputation
     only its input, ``2 s b h``, and all of one layer is stored at a time; embedding and last norm
-    take ``4 s b h`` (section 4.3). The term in ``a s`` is the matrix of scores. Only eager
-    attention stores it; flash attention stores one FP32 number per head and token. ``Part.stored``
+    take ``4 s b h`` (section 4.3). The term in ``a s`` is the matrix of scores, which flash
+    attention does not store: it stores one FP32 number per head and token. ``Part.stored``
     replaces the ``34 h`` by a count of the tensors that a layer stores, which covers other widths,
     grouped-query attention and gated layers.
 
     The usual causal-LM loss holds several copies of the logits: the measured peak of Hugging Face's
     (transformers 5.24, BF16, 128,256 tokens of vocabulary) is 3.52 times the FP32 logits. No layer
-    is alive then. Fused losses, which never store the logits (``Job.fused_loss``), need none of it.
+    is alive then. Fused losses, which never store the logits, need none of it.
 
 Note [In flight]
     DeepSpeed keeps gathered parameters up to ``stage3_max_live_parameters`` (10^9 elements by
@@ -269,16 +269,14 @@ def activation_bytes(job: Job, itemsize: int = 2) -> int:
     """Return the bytes of activations of one micro-batch at the peak; see Note [Activations].
 
     Args:
-        job: gives the model's shape, sequences per micro-batch, the attention, and whether layers
-            are recomputed.
+        job: gives the model's shape, sequences per micro-batch, and whether layers are recomputed.
         itemsize: bytes per activation.
     """
     model = job.part
     tokens = model.sequence * job.micro_batch
     h = model.hidden
-    scores = 5 * model.heads * model.sequence if job.attention == "eager" else 4 * model.heads
-    layer = tokens * (2 * model.stored + scores) * itemsize // 2
-    logits = 0 if job.fused_loss else int(LOGITS * 4 * tokens * model.vocab)
+    layer = tokens * (2 * model.stored + 4 * model.heads) * itemsize // 2
+    logits = int(LOGITS * 4 * tokens * model.vocab)
     ends = 4 * tokens * h
     if job.checkpointing:  # the layers' inputs, and then either the loss or one layer
         return model.layers * tokens * h * itemsize + max(layer, logits) + ends

@@ -1,6 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Computes what tensor parallelism changes in a step: a rank's part of the model, and the
-all-reduces of activations.
+"""Computes a tensor parallel rank's part of a model, and the tree of its data-parallel group.
 
 Note [Tensor parallelism]
     ``t`` consecutive ranks of a node divide each layer among them, as Megatron-LM does (Shoeybi et
@@ -21,7 +20,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
 
 from zero_topo.cost.model_files import ModuleTree
 from zero_topo.cost.transformer import Model, Part, Shape
@@ -40,20 +38,24 @@ def part_of(model: Model, ranks: int) -> Model:
     """Return the part of a model that each of some tensor parallel ranks has."""
     if ranks == 1:
         return model
-    parts = [_divided(part, model.hidden, ranks) for part in model.parts]
-    shares = {key: -(-getattr(model, key) // ranks) for key in ("heads", "kv_heads", "vocab")}
-    return ModuleTree.of(model, parts, **shares)
+    return ModuleTree(
+        model.name,
+        model.layers,
+        model.hidden,
+        heads=-(-model.heads // ranks),
+        vocab=-(-model.vocab // ranks),
+        sequence=model.sequence,
+        parts=tuple(_divided(part, model.hidden, ranks) for part in model.parts),
+    )
 
 
 def _divided(part: Part, hidden: int, ranks: int) -> Part:
-    stored = part.stored * (WHOLE * ranks + DIVIDED) // ((WHOLE + DIVIDED) * ranks)
     return Part(
         part.count,
         tuple(_divided_shape(shape, hidden, ranks) for shape in part.shapes),
         part.multiplied / ranks,
         -(-part.attention // ranks),
-        stored,
-        part.unknown,
+        part.stored * (WHOLE * ranks + DIVIDED) // ((WHOLE + DIVIDED) * ranks),
     )
 
 
@@ -69,19 +71,6 @@ def _divided_shape(shape: Shape, hidden: int, ranks: int) -> Shape:
     return shape
 
 
-class Exchanges(NamedTuple):
-    """Describes equal exchanges of a step: halves of all-reduces, or all-to-alls.
-
-    Attributes:
-        times: number of all-reduces or all-to-alls.
-        sent: bytes that a rank sends in an all-to-all, or in each half of an all-reduce, which is a
-            reduce-scatter and an all-gather.
-    """
-
-    times: int
-    sent: float
-
-
 def aligned_sizes(topology: Topology) -> list[int]:
     """Return the numbers of consecutive ranks that divide a node and do not cut across its GPUs,
     ascending.
@@ -90,13 +79,6 @@ def aligned_sizes(topology: Topology) -> list[int]:
     return [
         size for size in divisors(topology.ranks_per_node) if size % gpu == 0 or gpu % size == 0
     ]
-
-
-def tensor_sizes(topology: Topology, model: Model) -> list[int]:
-    """Return the numbers of tensor parallel ranks to try: above one, and divisors of the heads of
-    keys and values.
-    """
-    return [size for size in aligned_sizes(topology) if size > 1 and model.kv_heads % size == 0]
 
 
 def tree_of(topology: Topology, ranks: int) -> Topology:

@@ -27,9 +27,11 @@ from typing import ClassVar
 WIDTH_PER_LAYER = 128
 VOCABULARY = 50432  # GPT-NeoX's, padded
 MOST_LAYERS = 4096
-MOST_WIDTH = 10**9  # each layer is simulated
+MOST_WIDTH = 10**9
 SEQUENCE = 2048
 LEAST_PARAMS = 1000
+ROUNDED_TO = ((1024, 128), (256, 64), (8, 16), (0, 1))
+"""Widths from the first number on are multiples of the second."""
 Shape = tuple[int, ...]
 
 
@@ -43,7 +45,6 @@ class Part:
         multiplied: matrix elements by which a token is multiplied.
         attention: width of all heads that compare each token with the whole sequence; 0 for none.
         stored: 16-bit elements per token that one stores for its backward pass; see ``memory.py``.
-        unknown: classes whose FLOPs ``multiplied`` and ``attention`` do not determine.
     """
 
     count: int
@@ -51,7 +52,6 @@ class Part:
     multiplied: float = 0.0
     attention: int = 0
     stored: int = 0
-    unknown: tuple[str, ...] = ()
 
     def flops(self, tokens: int, sequence: int) -> float:
         """Return the FLOPs of the forward pass of one module; scores span ``sequence`` tokens."""
@@ -67,7 +67,6 @@ class Model:
         layers: ``L``, number of layers.
         hidden: ``h``, the width.
         heads: attention heads.
-        kv_heads: heads of keys and values; fewer than ``heads`` in grouped-query attention.
         vocab: rows of the embedding, padding included.
         sequence: ``s``, tokens of a training sequence.
         parts: the embedding, the layers of each kind, and the head; see Note [Parts].
@@ -78,7 +77,6 @@ class Model:
     layers: int
     hidden: int
     heads: int
-    kv_heads: int
     vocab: int
     sequence: int
     parts: ClassVar[tuple[Part, ...]]
@@ -91,11 +89,10 @@ class Model:
 
     def modules(self) -> tuple[tuple[int, ...], ...]:
         """Return the elements of each parameter of each gathered module, in forward order."""
-        return tuple(
-            sizes
-            for part in self.parts
-            for sizes in (tuple(map(math.prod, part.shapes)),) * part.count
-        )
+        found: list[tuple[int, ...]] = []
+        for part in self.parts:
+            found += [tuple(map(math.prod, part.shapes))] * part.count
+        return tuple(found)
 
     @cached_property
     def module_sizes(self) -> tuple[int, ...]:
@@ -105,28 +102,23 @@ class Model:
     @cached_property
     def params(self) -> int:
         """Return the total number of parameters, each counted once."""
-        return sum(part.count * sum(map(math.prod, part.shapes)) for part in self.parts)
+        return sum(self.module_sizes)
 
-    def numels(self) -> tuple[int, ...]:
-        """Return the elements of each parameter, in the order of :meth:`modules`."""
-        return tuple(numel for sizes in self.modules() for numel in sizes)
+    def shapes(self) -> list[Shape]:
+        """Return the shape of each parameter, in the order of :meth:`modules`."""
+        return [shape for part in self.parts for shape in part.shapes * part.count]
 
-    def dims(self) -> tuple[int, ...]:
-        """Return the number of dimensions of each parameter, in the order of :meth:`modules`."""
-        return tuple(len(shape) for part in self.parts for shape in part.shapes * part.count)
-
-    def whole(self) -> tuple[bool, ...]:
+    def matrices(self) -> tuple[bool, ...]:
         """Return for each parameter whether Muon updates it: the matrices of layers, not of the
         embedding or the head.
 
         DeepSpeed selects by name instead: matrices without "embed" and "lm_head" in their names.
         """
-        layers = range(1, len(self.parts) - 1)
-        return tuple(
-            len(shape) > 1 and i in layers
-            for i, part in enumerate(self.parts)
-            for shape in part.shapes * part.count
-        )
+        found: list[bool] = []
+        for index, part in enumerate(self.parts):
+            in_layer = 0 < index < len(self.parts) - 1
+            found += [in_layer and len(shape) > 1 for shape in part.shapes] * part.count
+        return tuple(found)
 
     def module_flops(self, tokens: int) -> tuple[float, ...]:
         """Return the FLOPs of the forward pass of each module of :meth:`modules`; a backward pass
@@ -139,17 +131,10 @@ class Model:
         Args:
             tokens: tokens of the pass; scores span ``sequence``.
         """
-        return tuple(
-            flops
-            for part in self.parts
-            for flops in (part.flops(tokens, self.sequence),) * part.count
-        )
-
-    @cached_property
-    def unknown(self) -> float:
-        """Return the share of the FLOPs that is of parts whose FLOPs are not known."""
-        flops = [(part.count * part.flops(1, self.sequence), part.unknown) for part in self.parts]
-        return sum(each for each, kinds in flops if kinds) / (sum(each for each, _ in flops) or 1.0)
+        found: list[float] = []
+        for part in self.parts:
+            found += [part.flops(tokens, self.sequence)] * part.count
+        return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -158,56 +143,42 @@ class Transformer(Model):
 
     Attributes:
         intermediate: width of the feed-forward.
+        kv_heads: heads of keys and values, fewer in grouped-query attention; 0 is ``heads``.
         gated: whether the feed-forward has three matrices (SwiGLU) in place of two.
         tied: whether the head's matrix is the embedding.
         biases: whether linear layers and norms have biases.
         mlp_biases, norm_biases: for the feed-forward and for norms alone; None is as ``biases``.
         positions: learned positions, 0 for none (rotary).
-        head_size: elements of a head; 0 means ``hidden / heads``.
-        qkv_biases: whether queries, keys and values have biases while other layers have none (Qwen
-            2).
-        qk_norm: whether heads' queries and keys are normalized (Qwen 3).
 
     Raises:
         ValueError: if a size is not positive or heads do not divide.
     """
 
     intermediate: int
+    kv_heads: int = 0
     gated: bool = False
     tied: bool = False
     biases: bool = True
     mlp_biases: bool | None = None
     norm_biases: bool | None = None
     positions: int = 0
-    head_size: int = 0
-    qkv_biases: bool = False
-    qk_norm: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
         for key in ("layers", "hidden", "heads", "kv_heads", "vocab", "sequence", "intermediate"):
             value = getattr(self, key)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(
-                    f"model {self.name!r}: {key} is {value!r}; it must be a whole number of at "
-                    "least 1"
-                )
             most = MOST_LAYERS if key == "layers" else MOST_WIDTH
-            if value > most:
+            if type(value) is not int or not 1 <= value <= most:
                 raise ValueError(
-                    f"model {self.name!r}: {key} is more than the {most:,} that are planned for"
+                    f"model {self.name!r}: {key} is {value!r}; it must be a whole number from 1 to "
+                    f"{most:,}"
                 )
-        groups = (
-            [("heads", "kv_heads")]
-            if self.head_size
-            else [("hidden", "heads"), ("heads", "kv_heads")]
-        )
-        for whole, part in groups:
+        for whole, part in (("hidden", "heads"), ("heads", "kv_heads")):
             if getattr(self, whole) % getattr(self, part):
                 raise ValueError(
                     f"model {self.name!r}: {part} = {getattr(self, part)} does not divide {whole} "
                     f"= {getattr(self, whole)}; choose a divisor"
                 )
-        object.__setattr__(self, "head_size", self.head_size or self.hidden // self.heads)
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:  # type: ignore[override]  # a field of the other subclass
@@ -219,34 +190,30 @@ class Transformer(Model):
         have dropout, with masks of one byte per element.
         """
         hidden = self.hidden
-        wide = self.heads * self.head_size
-        keys = self.kv_heads * self.head_size
-        mlp_biases, norm_biases = (
-            self.biases if stated is None else stated
-            for stated in (self.mlp_biases, self.norm_biases)
-        )
+        keys = self.kv_heads * (hidden // self.heads)
+        mlp_biases = self.biases if self.mlp_biases is None else self.mlp_biases
+        norm_biases = self.biases if self.norm_biases is None else self.norm_biases
         norm = ((hidden,),) * (2 if norm_biases else 1)
-        attention = (wide, keys, keys) if self.gated else (wide + 2 * keys,)
+        attention = (hidden, keys, keys) if self.gated else (hidden + 2 * keys,)
         # The matrices before the activation
         forward = (self.intermediate,) * (2 if self.gated else 1)
-        rows = (*attention, wide, *forward, self.intermediate)
-        vectors = (
-            *((*attention, hidden) if self.biases else ()),
-            *((*forward, hidden) if mlp_biases else ()),
-            *((wide, keys, keys) if self.qkv_biases else ()),
-            *((self.head_size, self.head_size) if self.qk_norm else ()),
-        )
+        rows = (*attention, hidden, *forward, self.intermediate)
+        vectors: list[int] = []
+        if self.biases:
+            vectors += [*attention, hidden]
+        if mlp_biases:
+            vectors += [*forward, hidden]
         layer = (*norm, *norm, *((n, hidden) for n in rows), *((n,) for n in vectors))
         masks = hidden if self.biases else 0
-        stored = (
-            4 * hidden + 2 * wide + 2 * keys + (4 if self.gated else 2) * self.intermediate + masks
-        )
+        stored = 6 * hidden + 2 * keys + (4 if self.gated else 2) * self.intermediate + masks
         matrix = (self.vocab, hidden)
         positions = (self.positions, hidden)
+        first = (matrix, positions) if self.positions else (matrix,)
+        last = norm if self.tied else (*norm, matrix)
         return (
-            Part(1, (matrix, positions) if self.positions else (matrix,)),
-            Part(self.layers, layer, hidden * sum(rows), wide, stored),
-            Part(1, (*norm, *(() if self.tied else (matrix,))), hidden * self.vocab),
+            Part(1, first),
+            Part(self.layers, layer, hidden * sum(rows), hidden, stored),
+            Part(1, last, hidden * self.vocab),
         )
 
 
@@ -266,14 +233,13 @@ def scaled(params: int, sequence: int = SEQUENCE) -> Transformer:
             f"{params} parameters are too few for a transformer; give at least {LEAST_PARAMS}"
         )
     width = min((params * WIDTH_PER_LAYER / 12) ** (1 / 3), (params / 24) ** 0.5)
-    step = next(step for step, least in ((128, 1024), (64, 256), (8, 16), (1, 0)) if width >= least)
+    step = next(step for least, step in ROUNDED_TO if width >= least)
     wide = max(1, round(width / step)) * step
     # Heads have 128 elements in wide models, 64 in others; 8, or there is one head, in toys.
-    heads = next(
-        wide // size for size in (128 if wide >= 4096 else 64, 64, 8, wide) if wide % size == 0
-    )
+    sizes = (128 if wide >= 4096 else 64, 64, 8, wide)
+    heads = next(wide // size for size in sizes if wide % size == 0)
     vocab = min(VOCABULARY, max(2, params // (8 * wide)))
-    bare = Transformer(f"about {params:,} parameters", 1, wide, heads, heads, vocab, sequence, 1)
+    bare = Transformer(f"about {params:,} parameters", 1, wide, heads, vocab, sequence, 1)
     layer = sum(map(math.prod, bare.parts[1].shapes))
     outside = bare.params - layer
     deep = max(1, round((params - outside) / (12 * wide**2 + 13 * wide)))

@@ -250,13 +250,13 @@ def step_bytes(config: ResolvedConfig, work: Workload, stock: bool = False) -> d
         sent].
     """
     sent: Counter[Key] = Counter()
-    for phase, times, moves in _collectives(config, work, stock):
+    for phase, times, moves in collectives(config, work, stock):
         for move in moves:
             sent[phase, config.topology.domain(move.hi)] += times * move.sent
     return {key: nbytes for key, nbytes in sent.items() if nbytes}
 
 
-def _collectives(config: ResolvedConfig, work: Workload, stock: bool) -> Iterator[Collectives]:
+def collectives(config: ResolvedConfig, work: Workload, stock: bool) -> Iterator[Collectives]:
     """Yield the collectives of an optimizer step."""
     plan = config.plan
     coded = work.coded(config)

@@ -30,15 +30,12 @@ from zero_topo.config.modes import SCAPE_WITH_TENSOR_PARALLEL
 from zero_topo.config.parts import ROOT
 from zero_topo.config.sparse_config import ScapeSync
 from zero_topo.config.stock_keys import Translation, translate
-from zero_topo.cost.candidates import before_a_model
-from zero_topo.cost.explain import module_request, planned
-from zero_topo.cost.job import method_of
-from zero_topo.cost.planner import Request
+from zero_topo.cost.job import Job, job_of_module
+from zero_topo.cost.rule import before_a_model, plan_for
 from zero_topo.hook.seam import wrapping
 from zero_topo.observe.log import refusals
 from zero_topo.topology.discover import AUTO, resolve_topology
 from zero_topo.topology.groups import Groups
-from zero_topo.topology.model import Topology
 from zero_topo.topology.placements import Placement
 
 Members = Sequence[tuple[int, ...]]
@@ -237,7 +234,7 @@ def resolve_block(
     engine: Any | None = None,
     placements: Sequence[Placement] = (),
     memory: int | None = None,
-    shared: Callable[[Request], Request] | None = None,
+    shared: Callable[[Job], Job] | None = None,
 ) -> ResolvedConfig:
     """Resolve the ``zero_topo`` block of a DeepSpeed config.
 
@@ -250,8 +247,8 @@ def resolve_block(
             exists.
         placements: the placement of each rank, if the ranks have gathered them.
         memory: bytes of the job's smallest device (on CPUs, of its smallest host), if known.
-        shared: returns the request that all ranks plan with, if their parts of the model may
-            differ; collective.
+        shared: returns the job that all ranks plan with, if their parts of the model may differ;
+            collective.
 
     Raises:
         ValueError: for an invalid block, a rejected DeepSpeed setting, or a machine that does not
@@ -274,10 +271,10 @@ def resolve_block(
         topology = groups.tree(engine.global_rank)
 
     def plan_of(trains: bool) -> ResolvedConfig:
-        request = request_of(engine, topology, trains)
+        job = job_of(engine, trains)
         if shared is not None:
-            request = replace(shared(request), topology=topology)
-        return planned(block, request)
+            job = shared(job)
+        return plan_for(block, topology, job)
 
     try:
         found = plan_of(trains=True)
@@ -334,29 +331,23 @@ def _checked(config: dict[str, Any]) -> ZeroTopoConfig:
     return block
 
 
-def request_of(engine: Any, topology: Topology, trains: bool = True) -> Request:
-    """Return the planner's request for an engine: its modules, with activation checkpointing, and
-    its settings.
+def job_of(engine: Any, trains: bool = True) -> Job:
+    """Return the job of an engine: its modules, with activation checkpointing, and its settings.
 
-    Every rank has the same model, config and machine, and the planner is a pure function of them,
-    so all ranks choose one plan without communication. ``agreement.py`` checks that they did.
+    Every rank has the same model, config and machine, and the rule is a pure function of them, so
+    all ranks choose one plan without communication. ``agreement.py`` checks that they did.
 
     Args:
         engine: DeepSpeed's engine.
-        topology: the machine.
         trains: whether there are gradients and optimizer states. True for the reference model of a
             policy too: it uses the policy's plan, so that both round their weights identically.
     """
-    return module_request(
+    return job_of_module(
         engine.module,
-        topology,
         trains=trains,
         micro_batch=engine.train_micro_batch_size_per_gpu(),
         micro_batches=engine.gradient_accumulation_steps(),
         itemsize=max((p.element_size() for p in engine.module.parameters()), default=4),
-        muon=method_of(
-            {"optimizer": {"type": engine.optimizer_name(), "params": engine.optimizer_params()}}
-        ),
         live=engine.zero_max_live_parameters(),
         bucket=engine.zero_reduce_bucket_size(),
         sub_group=engine.zero_sub_group_size(),

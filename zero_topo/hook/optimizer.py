@@ -22,7 +22,7 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStat
 from torch import Tensor
 
 from zero_topo.config import ResolvedConfig
-from zero_topo.cost.network import rates_of
+from zero_topo.cost.bounds import rates_of
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.engine.state_offload import offload
 from zero_topo.hook.muon import all_finite, apply_muon, check_muon
@@ -59,7 +59,7 @@ class TopoStage3(Stock):
         param_indices: ``ds_id`` -> parameter index: the trained parameters, then the frozen ones
             that follow the plan.
         pace: speed of the last optimizer step.
-        predicted_memory: role -> bytes at the peak of a step, as the planner predicts them; filled
+        predicted_memory: role -> bytes at the peak of a step, as predicted; filled
             on first use.
         recorder: writes the run's folder on rank 0, if the block names one.
         stepping: whether ``step`` is running.

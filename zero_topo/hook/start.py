@@ -22,7 +22,7 @@ import zero_topo
 from zero_topo.config import ResolvedConfig
 from zero_topo.config.deepspeed_json import BLOCK_VARIABLE
 from zero_topo.config.parts import ROOT
-from zero_topo.cost.planner import Request
+from zero_topo.cost.job import Job
 from zero_topo.engine.agreement import agree, check_agreement, check_blocks, gather_placements
 from zero_topo.hook.initialize import resolve_block, resolve_experts, sharding_group
 from zero_topo.hook.parameters import wrong_group
@@ -285,17 +285,17 @@ def agreed(engine: Any, optimizer: Any) -> list[ResolvedConfig]:
     return found
 
 
-def _largest(request: Request, device: torch.device) -> Request:
-    """Return the request of the rank with the most parameters, so that all choose one plan.
+def _largest(job: Job, device: torch.device) -> Job:
+    """Return the job of the rank with the most parameters, so that all choose one plan.
     Collective.
 
     Tensor-parallel ranks have parts of different sizes if a size does not divide.
     """
-    own = sum(request.numels or ()) + sum(request.frozen)
+    own = sum(job.numels or ()) + sum(job.frozen)
     sizes = torch.empty(dist.get_world_size(), dtype=torch.int64, device=device)
     dist.all_gather_into_tensor(sizes, torch.tensor([own], dtype=torch.int64, device=device))
-    stored = [request]
-    # Only parts of different sizes need one rank's request; else each rank has the same.
+    stored = [job]
+    # Only parts of different sizes need one rank's job; else each rank has the same.
     if int(sizes.min()) < int(sizes.max()):
         dist.broadcast_object_list(stored, src=int(sizes.argmax()))
     return stored[0]

@@ -28,9 +28,15 @@ from torch import Tensor
 
 from zero_topo.config import ResolvedConfig
 from zero_topo.cost import Workload, memory_bytes
-from zero_topo.cost.memory import ADAM_BYTES, ADAM_BYTES_FP32, AGE_BYTES, VARIANCE_BYTES
+from zero_topo.cost.memory import (
+    ADAM_BYTES,
+    ADAM_BYTES_FP32,
+    AGE_BYTES,
+    VARIANCE_BYTES,
+    predict_memory,
+)
 from zero_topo.hook.inference import TopoInference
-from zero_topo.hook.initialize import request_of
+from zero_topo.hook.initialize import job_of
 from zero_topo.hook.optimizer import TopoStage3
 from zero_topo.hook.seam import deepspeed_json, wrapping
 from zero_topo.observe.log import LOGGER
@@ -95,15 +101,15 @@ def _predicted(
     optimizer: TopoStage3,
     parts: Sequence[tuple[ResolvedConfig, Workload]],
 ) -> dict[str, int]:
-    """Return the planner's memory of a rank at the peak of a step, with the shards of experts
+    """Return the predicted memory of a rank at the peak of a step, with the shards of experts
     added.
     """
     (config, work), *experts = parts
-    request = request_of(engine, config.topology)
+    job = job_of(engine)
     if experts:  # the module's parameters are those of both plans
         frozen = work.frozen.numels if work.frozen else ()
-        request = replace(request, numels=work.numels, frozen=frozen, whole=())
-    predicted = Counter(request.price(config).memory)
+        job = replace(job, numels=work.numels, frozen=frozen, whole=())
+    predicted = Counter(predict_memory(config, job.work, job))
     for plan, of_experts in experts:
         itemsizes = optimizer.topo.accumulation_dtype.itemsize, _optimizer_itemsize(optimizer)
         predicted.update(memory_bytes(plan, of_experts, *itemsizes))

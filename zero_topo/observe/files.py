@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 HEAD = 4096  # bytes, among which a file's mark is
-SCALING, BENCH, RANKING = (f"zero_topo {kind}" for kind in ("scaling", "bench", "ranking"))
+BENCH, PLANS = (f"zero_topo {kind}" for kind in ("bench", "plans"))
 
 
 def write_png(figure: Figure, path: Path, mark: str, dpi: float | str = 120) -> None:
@@ -23,14 +23,16 @@ def write_png(figure: Figure, path: Path, mark: str, dpi: float | str = 120) -> 
     figure.savefig(path, dpi=dpi, bbox_inches=tight, metadata={"Creator": mark})
 
 
-def check_files(files: Iterable[tuple[Path | None, str, str | None]], force: bool) -> None:
+def check_files(
+    files: Iterable[tuple[Path | None, str, str | None]], force: bool | None = None
+) -> None:
     """Refuse names of results, before anything is computed.
 
     Args:
         files: name, or None, with the ending it must have, and the mark that results of its kind
             have near their beginning; None where an older result looks like a file that the user
             wrote.
-        force: write over any file.
+        force: write over any file; None if the command has no such option.
 
     Raises:
         ValueError: for another ending, two results of one name, or a name where something else
@@ -55,7 +57,8 @@ def check_files(files: Iterable[tuple[Path | None, str, str | None]], force: boo
         ours = mark is not None and path.is_file() and mark.encode() in _head(path)
         if path.exists() and not force and not ours:
             strange = "" if mark is None else " and is no result of this kind"
-            raise ValueError(f"{path} exists{strange}; give another name, or --force")
+            way_out = "" if force is None else ", or --force"
+            raise ValueError(f"{path} exists{strange}; give another name{way_out}")
 
 
 def _head(path: Path) -> bytes:

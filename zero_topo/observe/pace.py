@@ -13,15 +13,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from zero_topo.cost.step import TERA
 from zero_topo.cost.transformer import LEAST_PARAMS, scaled
+
+TERA = 10**12
 
 
 class Pace:
     """Counts the tokens of the model's training passes, and the FLOPs that a model of its size
     needs for them.
 
-    The FLOPs are the planner's: of a transformer with as many parameters
+    The FLOPs are those of a transformer with as many parameters
     (:func:`~zero_topo.cost.transformer.scaled`), without the recomputation of activation
     checkpointing.
 

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Draws the pictures of a run's report, of memory and of predicted speed.
+"""Draws the pictures of a run's report, and of memory.
 
 matplotlib is imported when one is drawn, and no global figure is touched.
 """
@@ -7,20 +7,16 @@ matplotlib is imported when one is drawn, and no global figure is touched.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from itertools import cycle
-from textwrap import fill
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from zero_topo.topology.model import LINKED_DOMAINS
-from zero_topo.units import GB, KB, MB, format_count
+from zero_topo.units import GB, KB, MB
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from zero_topo.cost.job import Job
-    from zero_topo.cost.step import Range
 
 COLOURS = {
     "gather_forward": "#2f6db5",
@@ -45,9 +41,6 @@ ROLE_COLOURS = {
     "messages": "#d9a3a3",
     "activations": "#bbbbbb",
 }
-_LINES = ("#2f6db5", "#d9822b", "#3f9c55", "#b3476b", "#7a5fb0", "#8c6d46")
-_STYLES: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")
-APART = 1.015
 NAMES: Mapping[str, str] = {
     "gather_forward": "weights, forward: all-gather",
     "gather_backward": "weights, backward: all-gather",
@@ -160,54 +153,6 @@ def _legend_right(axes: Axes, handles: Sequence[Artist]) -> None:
     )
 
 
-def _write_notes(figure: Figure, notes: str, width: int) -> None:
-    """Write lines under a picture, small."""
-    wrapped = "\n".join(fill(line, width) for line in notes.splitlines())
-    figure.supxlabel(wrapped, fontsize=7, x=0.01, ha="left", parse_math=False)
-
-
-def ranked_plans(
-    rows: Sequence[tuple[str, float, Range, Mapping[str, int]]], title: str, notes: str
-) -> Figure:
-    """Draw the best plans, the first at the top: seconds of a step with their range, and memory
-    stacked by role.
-
-    Args:
-        rows: name of a plan, seconds, their range, role -> bytes.
-        title: above the picture.
-        notes: under it, small.
-    """
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    figure = Figure(figsize=(9, 1.9 + 0.3 * len(rows)), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
-    places = range(len(rows))
-    seconds = [each for _, each, _, _ in rows]
-    below = [max(0.0, each - within.low_s) for _, each, within, _ in rows]
-    above = [max(0.0, within.high_s - each) for _, each, within, _ in rows]
-    left.barh(places, seconds, 0.62, color=_LINES[0], xerr=[below, above], ecolor=OTHER, capsize=2)
-    left.set(xlabel="seconds of a step", yticks=places, yticklabels=[name for name, *_ in rows])
-    left.invert_yaxis()
-    unit, name = decimal_unit(max(sum(stored.values()) for *_, stored in rows))
-    colours = _role_colours({role for *_, stored in rows for role, n in stored.items() if n})
-    for place, (*_, stored) in zip(places, rows, strict=True):
-        start = 0.0
-        for role, colour in colours.items():
-            part = stored.get(role, 0) / unit
-            right.barh(place, part, 0.62, start, color=colour)
-            start += part
-    right.set(xlabel=f"{name} on each rank")
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(labelsize=8)
-    left.set_title(title, size=10, loc="left")
-    handles = [Patch(color=colour, label=role) for role, colour in colours.items()]
-    figure.legend(handles=handles, loc="outside upper center", ncols=8, frameon=False, fontsize=8)
-    _write_notes(figure, notes, 150)
-    return figure
-
-
 def _stacked(
     axes: Axes, place: float, width: float, parts: Iterable[tuple[float, str]], label: str
 ) -> None:
@@ -221,76 +166,6 @@ def _stacked(
     )
     axes.margins(y=0.1)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def scaling(points: Sequence[Mapping[str, Any]], title: str, notes: str) -> Figure:
-    """Draw TFLOP/s per rank over ranks: a colour for each scheme, a style for each number of
-    micro-batches.
-
-    A thin bar at each point, drawn a little apart from the others', is the range of its prediction.
-
-    Args:
-        points: the results of ``simulate --json``.
-        title: above the picture.
-        notes: under it, small: of which job, and what is assumed.
-    """
-    from matplotlib.lines import Line2D
-
-    figure, axes = _figure(7, 4.4)
-    schemes = dict.fromkeys(point["scheme"] for point in points)
-    colours = dict(zip(schemes, cycle(_LINES), strict=False))
-    counts = dict.fromkeys(point["micro_batches"] for point in points)
-    styles = dict(zip(counts, cycle(_STYLES), strict=False))
-    for place, ((scheme, count), line) in enumerate(_lines(points).items()):
-        ranks = [point["ranks"] * APART**place for point in line]
-        speeds = [point["tflops_per_gpu"] for point in line]
-        bounds = [
-            (p["seconds"] / p["range"]["high_s"], p["seconds"] / p["range"]["low_s"]) for p in line
-        ]
-        off = [[v * (1 - low) for v, (low, _) in zip(speeds, bounds, strict=True)]]
-        off += [[v * (high - 1) for v, (_, high) in zip(speeds, bounds, strict=True)]]
-        colour = colours[scheme]
-        axes.plot(ranks, speeds, linestyle=styles[count], marker="o", markersize=3, color=colour)
-        axes.errorbar(
-            ranks, speeds, off, fmt="none", ecolor=colour, alpha=0.4, linewidth=0.8, capsize=1.5
-        )
-    axes.set(xlabel="ranks", ylabel="TFLOP/s per rank (predicted)", title=title, xscale="log")
-    ticks = sorted({point["ranks"] for point in points})
-    axes.set_xticks(ticks, [f"{rank:,}" for rank in ticks])
-    axes.minorticks_off()
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    handles = [Line2D([], [], color=colour, label=scheme) for scheme, colour in colours.items()]
-    handles += [
-        Line2D([], [], color="black", linestyle=style, label=f"K = {count}")
-        for count, style in styles.items()
-    ]
-    _legend_right(axes, handles)  # lines of many schemes leave no place inside
-    _write_notes(figure, notes, 115)
-    return figure
-
-
-def _lines(points: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], list[Mapping[str, Any]]]:
-    """Group the points by scheme and number of micro-batches."""
-    found: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
-    for point in points:
-        found.setdefault((point["scheme"], point["micro_batches"]), []).append(point)
-    return found
-
-
-def job_line(job: Job, ranks: Iterable[int], micro_batches: Iterable[int]) -> str:
-    """Return notes for :func:`scaling`: the model, the number of ranks, and the size of an
-    optimizer step.
-    """
-    counts = ", ".join(f"{n:,}" for n in sorted(set(ranks)))
-    batches = ", ".join(f"{n:,}" for n in sorted(set(micro_batches)))
-    model = job.model
-    each = f"{job.micro_batch} x {job.model.sequence:,} tokens"
-    of = f"{model.name} ({format_count(model.params)} parameters)"
-    return (
-        f"{of}; ranks: {counts}; micro-batches (K) per optimizer step: {batches}, each of "
-        f"{each} on a rank"
-    )
 
 
 def decimal_unit(largest: float) -> tuple[int, str]:
