@@ -71,12 +71,12 @@ $(STAMP): setup.py pyproject.toml
 	$(PIP) install --quiet torch==$(TORCH_VERSION) $${index:+--extra-index-url $$index}
 	@echo '[3/4] DeepSpeed, zero_topo and the tools'
 	@$(PIP) install --quiet --no-build-isolation -e '.[dev]'
-	@echo '[4/4] compiling the kernels, and what DeepSpeed loads on a CPU (a minute or two), so that ranks need not'
+	@echo '[4/4] compiling the kernels, and what DeepSpeed loads on a CPU (a minute), so that ranks need not'
 	@rm -f $(TORCH_EXTENSIONS_DIR)/*/lock
-	@log=$$(mktemp); for op in $(DEEPSPEED_OPS); do \
+	@log=$$(mktemp); zero-topo build >$$log.ours 2>&1 & ours=$$!; for op in $(DEEPSPEED_OPS); do \
 		DS_ACCELERATOR=cpu python -c "from deepspeed.accelerator import get_accelerator as a; a().create_op_builder('$$op').load(verbose=False)" \
 			>$$log 2>&1 || { tail -20 $$log; echo "$$op does not compile: are g++ and the Python headers installed?"; exit 1; }; \
-	done; zero-topo build >$$log 2>&1 || { tail -20 $$log; exit 1; }; rm -f $$log
+	done; wait $$ours || { tail -20 $$log.ours; exit 1; }; rm -f $$log $$log.ours
 	@touch $@
 
 # A launch that was killed while it loaded the compiled op leaves a lock that the next one would wait for.
