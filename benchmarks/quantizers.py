@@ -26,7 +26,7 @@ from torch import Tensor
 from benchmarks.peers import ROW, SOURCES, Op, keep_freed_memory, peers
 from benchmarks.records import GrowingRecord, Spread, Tick, record
 from zero_topo.quant import ops
-from zero_topo.quant.operands import DTYPES, Codes, Masters, Part
+from zero_topo.quant.operands import DTYPES, Codes, Masters
 from zero_topo.quant.operators import BACKENDS, BackendUnavailable, use
 from zero_topo.quant.spec import NF4, BlockSpec, ChangeSpec
 from zero_topo.units import GB
@@ -189,29 +189,29 @@ def _ops(spec: BlockSpec, x: Tensor) -> list[Op]:
 def _code_ops(spec: BlockSpec, x: Tensor) -> list[Op]:
     """INT8 weights whose masters have moved so little that no block is sent whole."""
     codes = Codes.build([(0, x.numel())], 1, spec.block_size, x.device)
-    part = Part(0, len(codes.param_index_of), 1, 1)
+    codes = codes.part(0, len(codes.param_index_of), 1, 1)
     before, now = (Masters(table[None], 0, 0) for table in (x, x * 1.002))
     sizes = ChangeSpec(spec.block_size)
     ops.encode_changes(
-        before, codes, part, ops.assess_changes(before, codes, part), sizes.largest(part.blocks)
+        before, codes, ops.assess_changes(before, codes), sizes.largest(codes.blocks)
     )
-    change = ops.assess_changes(now, codes, part)
+    change = ops.assess_changes(now, codes)
     message = ops.encode_changes(
-        now, codes, part, change, sizes.nbytes(part.blocks, *change.ends[-1].tolist())
+        now, codes, change, sizes.nbytes(codes.blocks, *change.ends[-1].tolist())
     )
     kind = (spec.bits, spec.block_size)
     masks = x.numel() // 4  # two bits for each value
     return [
-        Op("assess", lambda: ops.assess_changes(now, codes, part), 5 * x.numel() + masks, *kind),
+        Op("assess", lambda: ops.assess_changes(now, codes), 5 * x.numel() + masks, *kind),
         Op(
             "emit",
-            lambda: ops.encode_changes(now, codes, part, change, len(message)),
+            lambda: ops.encode_changes(now, codes, change, len(message)),
             2 * x.numel() + masks + len(message),
             *kind,
         ),
         Op(
             "apply",
-            lambda: ops.apply_changes(message[None, None], codes, part, -1),
+            lambda: ops.apply_changes(message[None, None], codes, -1),
             2 * x.numel() + len(message),
             *kind,
         ),

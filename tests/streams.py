@@ -51,8 +51,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from tests.device import DEVICE, ON_GPU
 from zero_topo.collectives.queue import Handle
 from zero_topo.collectives.transport import Group
-from zero_topo.quant import operators, reference
-from zero_topo.quant.operands import Codes, Messages, Part, View
+from zero_topo.quant import reference
+from zero_topo.quant.operands import Codes, Messages, View, views_of
 
 MAIN = "main"
 HOST = "host"
@@ -433,12 +433,10 @@ def _of_messages(messages: Messages) -> list[Booking]:
     return [(table.untyped_storage(), _bytes(where, 1))]
 
 
-def _of_codes(codes: Codes, part: Part, member: int) -> Booking:
+def _of_codes(codes: Codes, member: int) -> Booking:
     """Codes and scales of the blocks of one member's message."""
     with _disable_current_modes():
-        codes_at, scales_at = (
-            places.cpu().numpy() for places in reference._places(codes, part, member)
-        )
+        codes_at, scales_at = (places.cpu().numpy() for places in reference._places(codes, member))
         where = (codes_at.reshape(-1), (4 * scales_at[:, None] + np.arange(4)).reshape(-1))
     return codes.stored.untyped_storage(), np.concatenate(where)
 
@@ -453,14 +451,14 @@ def _quantize(
     flats: list[Tensor], shapes: list[int], _: object, table: Tensor, without: int
 ) -> Accesses:
     messages = Messages(table, -1, without)
-    return _of_pieces(operators._views(flats, shapes, messages), messages), _of_messages(messages)
+    return _of_pieces(views_of(flats, shapes, messages.members), messages), _of_messages(messages)
 
 
 def _reduce(
     table: Tensor, source: int, member: int, _: object, flats: Any, shapes: Any, *how: object
 ) -> Accesses:
     messages = Messages(table, source, member)
-    return _of_messages(messages), _of_pieces(operators._views(flats, shapes, messages), messages)
+    return _of_messages(messages), _of_pieces(views_of(flats, shapes, messages.members), messages)
 
 
 def _requantize(
@@ -471,18 +469,18 @@ def _requantize(
 
 def _assess(masters: Tensor, own: list[int], *rest: Any) -> Accesses:
     stored, made = rest[:4], rest[4:]
-    return [_all_of(masters), _of_codes(*operators._coded(*stored), own[1])], [*map(_all_of, made)]
+    return [_all_of(masters), _of_codes(Codes(*stored), own[1])], [*map(_all_of, made)]
 
 
 def _emit(masters: Tensor, own: list[int], *rest: Any) -> Accesses:
     *change, message = rest[4:]
-    codes = _of_codes(*operators._coded(*rest[:4]), own[1])
+    codes = _of_codes(Codes(*rest[:4]), own[1])
     return [*map(_all_of, (masters, *change)), codes], [codes, _all_of(message)]
 
 
 def _apply(table: Tensor, without: int, *stored: Any) -> Accesses:
     messages = Messages(table, -1, without)
-    codes = [_of_codes(*operators._coded(*stored), member) for member in messages.kept()]
+    codes = [_of_codes(Codes(*stored), member) for member in messages.kept()]
     return [*_of_messages(messages), *codes], codes
 
 

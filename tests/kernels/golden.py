@@ -2,8 +2,7 @@
 """The suite every backend passes: the reference's bits, for every format and for the values that
 break kernels.
 
-A backend is a module or object with the functions of `zero_topo.quant.reference` and
-`zero_topo.quant.reference` (or only those of the first). A test file of a backend parametrises over
+A backend is an `Operators`. A test file of a backend parametrises over
 `FORMATS` and calls the checks.
 """
 
@@ -20,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.kernels.operators import serving
-from zero_topo.quant import ops, reference, reference_sparse
+from tests.kernels.operators import REFERENCE, serving
+from zero_topo.quant import ops, reference_sparse
 from zero_topo.quant.operands import (
     DTYPES,
     FLOATS,
@@ -203,7 +202,7 @@ def messages_of(spec: Spec, numel: int, sources: int) -> Tensor:
 def _message(spec: Spec, numel: int, source: int) -> Tensor:
     x = values(numel, torch.float32) if source == 0 else calm(numel, torch.float32, source)
     made = torch.full((spec.nbytes(numel),), 0x5A, dtype=torch.uint8)
-    reference.quantize([whole(x)], spec, to_members(made))
+    REFERENCE.quantize([whole(x)], spec, to_members(made))
     return made
 
 
@@ -217,7 +216,7 @@ def same_message(
         (pieces[0].members, spec.nbytes(total_numel(pieces))), 0xA5, dtype=torch.uint8
     )
     actual = torch.full_like(expected, 0x5A).to(device)
-    reference.quantize(pieces, spec, to_members(expected))
+    REFERENCE.quantize(pieces, spec, to_members(expected))
     backend.quantize(on(device, pieces), spec, to_members(actual))
     same_bytes(actual, expected, spec, f"quantize {what}")
     return expected.squeeze(0)
@@ -252,7 +251,7 @@ def same_sums(
     messages = messages if isinstance(messages, Messages) else from_sources(messages)
     expected = [replace(p, flat=p.flat.cpu().clone()) for p in pieces]
     actual = on(messages.table.device, [replace(p, flat=p.flat.clone()) for p in pieces])
-    reference.dequantize_reduce(_on_cpu(messages), spec, expected, *how)
+    REFERENCE.dequantize_reduce(_on_cpu(messages), spec, expected, *how)
     backend.dequantize_reduce(messages, spec, actual, *how)
     for got, wanted in zip(actual, expected, strict=True):
         assert_same(got.flat.cpu(), wanted.flat, f"reduce {spec} {how} {what}")
@@ -272,7 +271,7 @@ def same_again(
     messages = messages if isinstance(messages, Messages) else from_sources(messages)
     expected = torch.full((messages.members, to.nbytes(total[0])), 0xA5, dtype=torch.uint8)
     actual = torch.full_like(expected, 0x5A).to(messages.table.device)
-    reference.requantize(_on_cpu(messages), spec, to, to_members(expected), *total)
+    REFERENCE.requantize(_on_cpu(messages), spec, to, to_members(expected), *total)
     backend.requantize(messages, spec, to, to_members(actual), *total)
     same_bytes(actual, expected, to, f"requantize {spec} {what}")
 
@@ -448,7 +447,7 @@ def check_aged_adamw(backend: Any, device: str = "cpu") -> None:
         ).float()
         state, settings = [p, g, mean, mean * mean, age, table], [0.999, 0.7, 1e-8, -0.003]
         own = [x.to(device, copy=True) for x in state]
-        for which, given in ((backend, own), (reference, state)):
+        for which, given in ((backend, own), (REFERENCE, state)):
             which.aged_adamw(*given, settings)
         for name, actual, expected in zip(
             ("p", "g", "mean", "square", "age"), own, state, strict=False
@@ -464,7 +463,7 @@ def check_masks(backend: Any, device: str = "cpu") -> None:
     for n in (1, 7, 8, 9, 63, 64, 65, 1000, 4099, 70001):
         mask = torch.rand(n, generator=torch.Generator().manual_seed(n)) < 0.3
         expected = torch.full((-(-n // 8),), 0xA5, dtype=torch.uint8)
-        reference.mask_pack(mask, expected)
+        REFERENCE.mask_pack(mask, expected)
         bits = torch.full_like(expected, 0x5A).to(device)
         backend.mask_pack(mask.to(device), bits)
         assert_same(bits.cpu(), expected, f"mask_pack {n}")
@@ -479,14 +478,14 @@ def check_selection(backend: Any, dtype: torch.dtype, device: str = "cpu") -> No
     """
     for n, threshold in product((1, 15, 64, 65, 4095, 4096, 4097, 30011), (0.0, 0.5, 1.0, 3e38)):
         x = values(n, dtype, 5)
-        found = int(reference.count_above(x, threshold))
+        found = int(REFERENCE.count_above(x, threshold))
         assert int(backend.count_above(x.to(device), threshold)) == found, f"count {n} {threshold}"
         for room in {found, found // 2, found + 3}:
             wanted, selected = (
                 (torch.full((room,), -7), torch.full((room,), -7.0, dtype=dtype)) for _ in range(2)
             )
             actual = selected[0].to(device), selected[1].to(device)
-            reference.compact_above(x, threshold, *wanted)
+            REFERENCE.compact_above(x, threshold, *wanted)
             total = backend.compact_above(x.to(device), threshold, *actual)
             assert int(total) == found
             assert_same(actual[0].cpu(), wanted[0], f"indices {n} {threshold} {room}")
@@ -520,7 +519,7 @@ def check_rows(backend: Any, device: str = "cpu") -> None:
             seen,
         ):
             wanted, actual = (torch.full((rows, k), -7, device=at) for at in ("cpu", device))
-            reference.row_largest(case, wanted)
+            REFERENCE.row_largest(case, wanted)
             backend.row_largest(case.to(device), actual)
             assert_same(actual.cpu(), wanted, f"row_largest {rows} {columns} {k}")
 
@@ -555,12 +554,12 @@ def check_ternary(backend: Any, device: str = "cpu") -> None:
             x.sign(),
         ):
             indices = torch.empty(len(x), k, dtype=torch.int64)
-            reference.row_largest(case, indices)
+            REFERENCE.row_largest(case, indices)
             wanted, packets = (
                 torch.full((rows, size), 0xA5, dtype=torch.uint8, device=at)
                 for at in ("cpu", device)
             )
-            count = reference.ternary_encode(case, indices, form, wanted)
+            count = REFERENCE.ternary_encode(case, indices, form, wanted)
             assert int(
                 backend.ternary_encode(case.to(device), indices.to(device), form, packets)
             ) == int(count)
@@ -579,7 +578,7 @@ def check_ternary(backend: Any, device: str = "cpu") -> None:
                 )
                 for at in ("cpu", device)
             ]
-            reference.ternary_decode(wanted, begins, form, *decoded[0])
+            REFERENCE.ternary_decode(wanted, begins, form, *decoded[0])
             backend.ternary_decode(packets, begins.to(device), form, *decoded[1])
             for one, other in zip(*decoded, strict=True):
                 assert_same(other.cpu(), one, what)
@@ -603,14 +602,14 @@ def check_sketch(backend: Any, device: str = "cpu") -> None:
         expected = torch.full((2, rows, reference_sparse.SKETCH_WIDTH), 3.0)
         sketch = torch.full_like(expected, 5.0).to(device)
         members = torch.stack([2 * x, x])
-        reference.sketch_insert(members, 11, expected)
+        REFERENCE.sketch_insert(members, 11, expected)
         backend.sketch_insert(members.to(device), 11, sketch)
         assert_same(sketch.cpu(), expected, f"sketch {n} {rows}")
         expected, sketch = expected[1], sketch[1]
         bits = torch.empty(-(-n // 8), dtype=torch.uint8)
-        reference.mask_pack(mask, bits)
+        REFERENCE.mask_pack(mask, bits)
         wanted, peeled = torch.full((n,), 9.0), torch.full((n,), 8.0, device=device)
-        left = reference.sketch_peel(expected, bits, 11, wanted)
+        left = REFERENCE.sketch_peel(expected, bits, 11, wanted)
         assert int(backend.sketch_peel(sketch, bits.to(device), 11, peeled)) == int(left)
         assert torch.equal(peeled.cpu(), wanted), f"peel {n} {rows}"
         assert n > 1500 or int(left) == 0

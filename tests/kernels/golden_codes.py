@@ -2,30 +2,30 @@
 """What every backend of codes passes: the reference's bits in all that is stored and in every byte
 of a message.
 
-A backend is a module or object with the functions of `zero_topo.quant.reference`.
+A backend is an `Operators`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tests.kernels.operators import serving
+from tests.kernels.operators import REFERENCE, Operators, serving
 from zero_topo.quant import ops, reference
-from zero_topo.quant.operands import Change, Codes, Masters, Messages, Part
+from zero_topo.quant.operands import Change, Codes, Masters, Messages
 from zero_topo.quant.spec import BLOCK_SIZES, LARGE, WHOLE, ChangeSpec
 
 
 class Served:
     """The functions of ``zero_topo.quant.ops``, by one backend."""
 
-    def __init__(self, backend: Any) -> None:
+    def __init__(self, backend: Operators) -> None:
         self._backend = backend
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -36,7 +36,7 @@ class Served:
         return call
 
 
-OPS = Served(reference)
+OPS = Served(REFERENCE)
 FILLING = 0xA5
 TIE = 2.0**-10  # the scale that blocks have at first
 LEAST = 2.0**-100 * 1.01  # a block so small still has a scale
@@ -64,10 +64,11 @@ class Layout:
     members: tuple[int, int] = (1, 1)
     without: int = -1
 
-    @property
-    def part(self) -> Part:
-        """The blocks of a message."""
-        return Part(self.begin, self.end, self.rows, math.prod(self.members))
+    def codes(self, device: str) -> Codes:
+        """The blocks of a message, all zero."""
+        members = math.prod(self.members)
+        whole = Codes.build(self.columns, self.rows * members, self.block, torch.device(device))
+        return whole.part(self.begin, self.end, self.rows, members)
 
 
 def ragged(block: int) -> Layout:
@@ -99,11 +100,11 @@ def check_codes(backend: Any, layout: Layout, fate: str, device: str = "cpu") ->
         check_assessed(backend, masters, own, case, wanted.change)
         assert_same(own.stored, case.codes.stored, "what is stored and must not change yet")
         emitted = torch.full_like(wanted.emitted, FILLING)
-        backend.codes_emit(masters, own, case.part, wanted.change, emitted)
+        backend.codes_emit(masters, own, wanted.change, emitted)
         assert_same(emitted, wanted.emitted, "the message")
         assert_same(own.stored, wanted.stored, "what is stored after a message was made")
     own = case.copy()
-    backend.codes_apply(messages, own, case.part)
+    backend.codes_apply(messages, own)
     assert_same(own.stored, stored, "what is stored after messages came")
 
 
@@ -126,7 +127,7 @@ def by_the_reference(
     applied.
     """
     case = Case(layout, fate, device)
-    members = [made(case, member) for member in range(case.part.members)]
+    members = [made(case, member) for member in range(math.prod(case.layout.members))]
     size = max(len(member.message) for member in members) + 256
     table = torch.full((*layout.members, size), FILLING, dtype=torch.uint8, device=device)[
         ..., : size - 128
@@ -135,20 +136,20 @@ def by_the_reference(
         if number != layout.without:
             table[divmod(number, layout.members[1])][: len(member.message)] = member.message
     messages, codes = Messages(table[None], without_member=layout.without), case.copy()
-    reference.codes_apply(messages, codes, case.part)
+    REFERENCE.codes_apply(messages, codes)
     return case, members, messages, codes.stored
 
 
 def made(case: Case, member: int) -> Made:
     """One member's part of it."""
     masters, codes = case.masters(member), case.copy()
-    change = OPS.assess_changes(masters, codes, case.part)
+    change = OPS.assess_changes(masters, codes)
     whole = change.counts[:, 0].cpu() == WHOLE
     assert torch.equal(whole, case.whole[member].view(-1)), "what the case is meant to show"
     size = message_bytes(codes, change) + 384
     emitted = torch.full((size,), FILLING, dtype=torch.uint8, device=codes.stored.device)
-    message = OPS.encode_changes(masters, case.copy(), case.part, change, size)
-    reference.codes_emit(masters, codes, case.part, change, emitted)
+    message = OPS.encode_changes(masters, case.copy(), change, size)
+    REFERENCE.codes_emit(masters, codes, change, emitted)
     return Made(change, emitted, codes.stored, message)
 
 
@@ -158,18 +159,18 @@ def check_extremes(backend: Any, block: int = 256, device: str = "cpu") -> None:
     case.codes.stored[int(case.codes.param_indices[0, 1]) :][:40].view(torch.float32).fill_(
         2.675e36
     )
-    masters, part = case.masters(0), case.part
+    masters = case.masters(0)
     masters.table.fill_(-torch.inf)
     change = empty_change(case)
     backend.codes_assess(
-        masters, case.codes, part, change.scales, change.counts, change.steps, change.ends
+        masters, case.codes, change.scales, change.counts, change.steps, change.ends
     )
     assert change.scales.isnan().all() and (change.counts == WHOLE).all(), (
         "Inf passes for a value that fits"
     )
     spec = ChangeSpec(block)
     case = Case(single(256 // spec.tiles, block), "none", device)
-    n = case.part.blocks
+    n = case.codes.blocks
     for counts, packed in (
         (torch.ones(256, dtype=torch.int64), torch.arange(256)),
         (
@@ -194,13 +195,13 @@ def check_extremes(backend: Any, block: int = 256, device: str = "cpu") -> None:
             message[at : at + plane.numel()] = plane.to(torch.uint8)
         check_apply(backend, case, Messages(message.to(device).view(1, 1, 1, -1)))
     case = Case(single(2, block), "none", device)
-    places = reference._places(case.codes, case.part, 0)
+    places = reference._places(case.codes, 0)
     masters, (stored, scales) = case.masters(0), reference._stored(case.codes, places)
     rows = stored * scales[:, None]
     rows[0, : spec.most] += 1.2 * scales[0]
     rows[1, : spec.most + 1] += 1.2 * scales[1]
     masters.table.copy_(rows.view(1, -1))
-    change = OPS.assess_changes(masters, case.codes, case.part)
+    change = OPS.assess_changes(masters, case.codes)
     assert change.counts[:, 0].tolist() == [spec.most, WHOLE], (
         "one change more than a tile may have"
     )
@@ -215,20 +216,20 @@ def check_edited(backend: Any, block: int, add: float, device: str) -> None:
     """
     case, ops = Case(single(69, block), "mixed", device), Served(backend)
     owner, replica, expected = case.copy(), case.copy(), case.copy()
-    masters, part, size = case.masters(0), case.part, ChangeSpec(block).largest(69)
-    change = OPS.assess_changes(masters, owner, part)
+    masters, size = case.masters(0), ChangeSpec(block).largest(69)
+    change = OPS.assess_changes(masters, owner)
     masters.table[:, ::3] += add
-    message = ops.encode_changes(masters, owner, part, change, size)
-    backend.codes_apply(Messages(message.view(1, 1, 1, -1)), replica, part)
+    message = ops.encode_changes(masters, owner, change, size)
+    backend.codes_apply(Messages(message.view(1, 1, 1, -1)), replica)
     assert_same(replica.stored, owner.stored, "the replica of masters that were edited")
     if math.isfinite(add):
-        OPS.encode_changes(masters, expected, part, change, size)
+        OPS.encode_changes(masters, expected, change, size)
         assert_same(owner.stored, expected.stored, "codes of masters that were edited")
 
 
 def empty_change(case: Case) -> Change:
     """Room for a change of the blocks of a case, filled with something."""
-    spec, n, device = ChangeSpec(case.codes.block), case.part.blocks, case.codes.stored.device
+    spec, n, device = ChangeSpec(case.codes.block), case.codes.blocks, case.codes.stored.device
     steps = torch.full(
         (n, spec.tiles, 2, spec.tile // 8), FILLING, dtype=torch.uint8, device=device
     )
@@ -246,7 +247,7 @@ def check_assessed(
 ) -> None:
     """Scales, counts and, of blocks that are not sent whole, steps are those of a change."""
     made = empty_change(case)
-    backend.codes_assess(masters, codes, case.part, made.scales, made.counts, made.steps, made.ends)
+    backend.codes_assess(masters, codes, made.scales, made.counts, made.steps, made.ends)
     assert_same(made.scales, change.scales, "scales")
     assert_same(made.counts, change.counts, "counts")
     kept, signed = change.counts[:, 0] != WHOLE, change.counts < LARGE
@@ -268,40 +269,38 @@ def check_far(backend: Any, far: Callable[[int, torch.dtype], Tensor]) -> None:
         far: makes zeros, so many of a dtype, that take memory only where they are touched.
     """
     case, apart, room = Case(ragged(64), "mixed", "cpu"), 2**32 + 128, 2**16
-    part, param_indices = case.part, case.codes.param_indices.clone()
+    param_indices = case.codes.param_indices.clone()
     param_indices[:, :2] += apart
     codes = Codes(
         far(apart + case.codes.stored.numel(), torch.uint8),
         param_indices,
         case.codes.param_index_of,
-        64,
+        case.codes.numbers,
     )
     table = far(3 * apart + 2 * room, torch.uint8).as_strided(
         (1, 2, 3, room), (0, 2 * apart, apart // 2, 1)
     )
-    for member in range(part.members):
+    for member in range(math.prod(case.layout.members)):
         near, masters = case.copy(), case.masters(member)
         codes.stored[apart:] = near.stored
         rows = far(2 * apart // 4 + room, torch.float32).as_strided(
             masters.table.shape, (apart // 4 - 1, 1), 5
         )
         own, change = (
-            replace(masters, table=rows.copy_(masters.table)),
-            OPS.assess_changes(masters, near, part),
+            masters._replace(table=rows.copy_(masters.table)),
+            OPS.assess_changes(masters, near),
         )
         check_assessed(backend, own, codes, case, change)
         made, wanted = table[0, member // 3, member % 3], torch.zeros(room, dtype=torch.uint8)
-        head = ChangeSpec(64).scales_offset(part.blocks)
-        made[:head] = wanted[:head] = OPS.encode_changes(masters, case.copy(), part, change, room)[
-            :head
-        ]
-        reference.codes_emit(masters, near, part, change, wanted)
-        backend.codes_emit(own, codes, part, change, made)
+        head = ChangeSpec(64).scales_offset(codes.blocks)
+        made[:head] = wanted[:head] = OPS.encode_changes(masters, case.copy(), change, room)[:head]
+        REFERENCE.codes_emit(masters, near, change, wanted)
+        backend.codes_emit(own, codes, change, made)
         assert_same(made, wanted, "the message")
         assert_same(codes.stored[apart:], near.stored, "what is stored after a message was made")
     codes.stored[apart:], near = case.codes.stored, case.copy()
-    reference.codes_apply(Messages(table), near, part)
-    backend.codes_apply(Messages(table), codes, part)
+    REFERENCE.codes_apply(Messages(table), near)
+    backend.codes_apply(Messages(table), codes)
     assert_same(codes.stored[apart:], near.stored, "what is stored after messages came")
 
 
@@ -315,10 +314,10 @@ def check_large(backend: Any, numel: int, device: str = "cpu") -> None:
     """
     few, times = 40, numel // (40 * 64)
     case, n, ops = Case(single(few), "mixed", device), few * times, Served(backend)
-    near, masters, part = case.copy(), case.masters(0), Part(0, n, 1, 1)
-    change = OPS.assess_changes(masters, near, case.part)
-    OPS.encode_changes(masters, near, case.part, change, message_bytes(near, change))
-    codes = Codes.build([(0, 64 * n)], 1, 64, torch.device(device))
+    near, masters = case.copy(), case.masters(0)
+    change = OPS.assess_changes(masters, near)
+    OPS.encode_changes(masters, near, change, message_bytes(near, change))
+    codes = Codes.build([(0, 64 * n)], 1, 64, torch.device(device)).part(0, n, 1, 1)
     planes = tuple(
         zip(
             (0, int(codes.param_indices[0, 1])),
@@ -331,11 +330,11 @@ def check_large(backend: Any, numel: int, device: str = "cpu") -> None:
         codes.stored[there : there + times * size].view(times, size).copy_(
             case.codes.stored[here : here + size]
         )
-    others = replace(codes, stored=codes.stored.clone())
+    others = codes._replace(stored=codes.stored.clone())
     own = Masters(masters.table.repeat(1, times), 0, 0)
-    change = ops.assess_changes(own, codes, part)
-    message = ops.encode_changes(own, codes, part, change, message_bytes(codes, change))
-    backend.codes_apply(Messages(message.view(1, 1, 1, -1)), others, part)
+    change = ops.assess_changes(own, codes)
+    message = ops.encode_changes(own, codes, change, message_bytes(codes, change))
+    backend.codes_apply(Messages(message.view(1, 1, 1, -1)), others)
     for there, here, size in planes:
         wanted = near.stored[here : here + size]
         assert bool((codes.stored[there : there + times * size].view(times, size) == wanted).all())
@@ -345,8 +344,8 @@ def check_large(backend: Any, numel: int, device: str = "cpu") -> None:
 def check_apply(backend: Any, case: Case, messages: Messages) -> None:
     """All members' messages become codes."""
     codes, own = case.copy(), case.copy()
-    reference.codes_apply(messages, codes, case.part)
-    backend.codes_apply(messages, own, case.part)
+    REFERENCE.codes_apply(messages, codes)
+    backend.codes_apply(messages, own)
     assert_same(own.stored, codes.stored, "what is stored after messages came")
 
 
@@ -366,29 +365,26 @@ class Case:
     """
 
     def __init__(self, layout: Layout, fate: str, device: str) -> None:
-        self.layout, self.part, self._device = layout, layout.part, device
-        shape = (self.part.members, layout.rows, layout.end - layout.begin)
+        self.layout, self._device = layout, device
+        members = math.prod(layout.members)
+        shape = (members, layout.rows, layout.end - layout.begin)
         self.whole = sent_whole(shape, fate)
         before, self._now = moved(self.whole, layout)
-        self.codes = Codes.build(
-            layout.columns, self.part.rows * self.part.members, layout.block, torch.device(device)
-        )
+        self.codes = layout.codes(device)
         for at, scales_at, blocks, *_ in self.codes.param_indices.tolist():
             self.codes.stored[at:scales_at] = FILLING
-            rows = self.part.rows * self.part.members
+            rows = layout.rows * members
             self.codes.stored[scales_at : scales_at + rows * blocks * 4].view(torch.float32).fill_(
                 TIE
             )
-        for member in range(self.part.members):
+        for member in range(members):
             own = self._masters(before, member)
-            change = OPS.assess_changes(own, self.codes, self.part)
-            OPS.encode_changes(
-                own, self.codes, self.part, change, message_bytes(self.codes, change)
-            )
+            change = OPS.assess_changes(own, self.codes)
+            OPS.encode_changes(own, self.codes, change, message_bytes(self.codes, change))
 
     def copy(self) -> Codes:
         """The codes, to be changed."""
-        return replace(self.codes, stored=self.codes.stored.clone())
+        return self.codes._replace(stored=self.codes.stored.clone())
 
     def masters(self, member: int) -> Masters:
         """A member's masters now."""

@@ -31,7 +31,7 @@ from tests.kernels.golden import (
     values,
     whole,
 )
-from zero_topo.quant import reference
+from tests.kernels.operators import REFERENCE
 from zero_topo.quant.operands import Messages, View, at_blocks, from_sources, total_numel
 from zero_topo.quant.spec import BlockSpec, Cast
 
@@ -135,7 +135,7 @@ def _quantized(
     (expected, around), (actual, changed) = (
         arranged(filling, spec, order, place) for place in ("cpu", device)
     )
-    reference.quantize(pieces, spec, Messages(expected, -1, without))
+    REFERENCE.quantize(pieces, spec, Messages(expected, -1, without))
     backend.quantize(on(device, pieces), spec, Messages(actual, -1, without))
     same_bytes(actual, expected, spec, f"quantize members, {order} without {without}")
     made = expected[0].clone()
@@ -214,10 +214,10 @@ def check_far(backend: Any, spec: Spec, columns: int, present: int | None) -> No
     nbytes, strides = spec.nbytes(far.numel), (2**30, 2**30 + 2**12, 2**30 + 2**16, 1)
     table = untouched(3 * 2**31 + 2**18, torch.uint8).as_strided((3, 3, 3, nbytes), strides)
     few = torch.zeros(3, 3, 3, nbytes, dtype=torch.uint8)
-    reference.quantize([near], spec, Messages(few[:1]))
+    REFERENCE.quantize([near], spec, Messages(few[:1]))
     backend.quantize([far], spec, Messages(table[:1]))
     same_bytes(table[:1].contiguous(), few[:1], spec, "quantize far apart")
     few[1:], table[1:] = few[0], few[0]
-    reference.dequantize_reduce(Messages(few), spec, [near], 0.5)
+    REFERENCE.dequantize_reduce(Messages(few), spec, [near], 0.5)
     backend.dequantize_reduce(Messages(table), spec, [far], 0.5)
     assert_same(far.read(), near.read(), f"{spec} {columns} far apart")

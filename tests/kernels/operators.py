@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_topo.quant import operators, ops
-from zero_topo.quant.operands import Change, Codes, Masters, Messages, Part, View, described
+from zero_topo.quant import operators, reference
+from zero_topo.quant.operands import Change, Codes, Masters, Messages, View, described
 from zero_topo.quant.operators import OPS
 from zero_topo.quant.spec import Format
 
@@ -22,13 +22,22 @@ LEVELS = {"scalar": 0, "avx2": 1, "avx512": 2}
 
 
 class Operators:
-    """The functions of ``zero_topo.quant.reference``, by whatever backend serves the device of
-    their arguments.
+    """The operators on views, formats and messages, in place of what their schemas take.
+
+    Args:
+        kernels: a backend in Python; None is whatever serves the device of the arguments.
     """
+
+    def __init__(self, kernels: ModuleType | None = None) -> None:
+        self.kernels = kernels
+
+    def _kernel(self, name: str) -> Any:
+        return getattr(OPS, name).default if self.kernels is None else getattr(self.kernels, name)
 
     def quantize(self, pieces: Sequence[View], spec: Format, out: Messages) -> None:
         """Pieces -> messages."""
-        OPS.quantize.default(*described(pieces)[:2], spec.code, out.table, out.without_member)
+        given = described(pieces)[:2]
+        self._kernel("quantize")(*given, spec.code, out.table, out.without_member)
 
     def dequantize_reduce(
         self,
@@ -41,9 +50,8 @@ class Operators:
         """Sums of messages -> pieces."""
         left_out = messages.without_source, messages.without_member
         given = described(pieces)[:2]
-        OPS.dequantize_reduce.default(
-            messages.table, *left_out, spec.code, *given, factor, accumulate
-        )
+        reduce = self._kernel("dequantize_reduce")
+        reduce(messages.table, *left_out, spec.code, *given, factor, accumulate)
 
     def requantize(
         self,
@@ -56,40 +64,38 @@ class Operators:
     ) -> None:
         """Sums of messages -> messages."""
         sums, made = (messages.table, messages.without_source), (out.table, out.without_member)
-        OPS.requantize.default(*sums, source.code, *made, spec.code, numel, factor)
+        self._kernel("requantize")(*sums, source.code, *made, spec.code, numel, factor)
 
-    def codes_assess(self, masters: Masters, codes: Codes, part: Part, *made: Tensor) -> None:
+    def codes_assess(self, masters: Masters, codes: Codes, *made: Tensor) -> None:
         """Scales, counts, steps and sizes."""
-        own = [masters.first, masters.member]
-        OPS.codes_assess.default(masters.table, own, *ops._code_arguments(codes, part), *made)
+        table, *own = masters
+        self._kernel("codes_assess")(table, own, *codes, *made)
 
-    def codes_emit(
-        self, masters: Masters, codes: Codes, part: Part, change: Change, message: Tensor
-    ) -> None:
+    def codes_emit(self, masters: Masters, codes: Codes, change: Change, message: Tensor) -> None:
         """Masters -> codes and message."""
-        made = change.scales, change.counts, change.steps, change.ends, message
-        own = [masters.first, masters.member]
-        OPS.codes_emit.default(masters.table, own, *ops._code_arguments(codes, part), *made)
+        table, *own = masters
+        self._kernel("codes_emit")(table, own, *codes, *change, message)
 
-    def codes_apply(self, messages: Messages, codes: Codes, part: Part) -> None:
+    def codes_apply(self, messages: Messages, codes: Codes) -> None:
         """Messages -> codes."""
-        OPS.codes_apply.default(
-            messages.table, messages.without_member, *ops._code_arguments(codes, part)
-        )
+        self._kernel("codes_apply")(messages.table, messages.without_member, *codes)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(OPS, name).default
+        return self._kernel(name)
+
+
+REFERENCE = Operators(reference)
 
 
 @contextmanager
-def serving(backend: Any, device: torch.device | str = "cpu") -> Iterator[None]:
+def serving(backend: Operators, device: torch.device | str = "cpu") -> Iterator[None]:
     """Within it a backend of the golden suite serves a device."""
-    if isinstance(backend, Operators):
+    if backend.kernels is None:
         yield
         return
     device = torch.device(device)
     before = operators.use("reference", device)
-    withdraw = operators._serve_python(backend, device.type.upper())
+    withdraw = operators._serve_python(backend.kernels, device.type.upper())
     try:
         yield
     finally:

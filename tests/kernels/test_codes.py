@@ -6,7 +6,6 @@ codes.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from tests.kernels.golden_codes import message_bytes
 from zero_topo.quant import ops
-from zero_topo.quant.operands import Codes, Masters, Part
+from zero_topo.quant.operands import Codes, Masters
 from zero_topo.quant.spec import BLOCK_SIZES, ChangeSpec
 
 BLOCK, ROWS, MEMBERS = 64, 6, 3
@@ -32,27 +31,26 @@ class Ranks:
         self.masters = (
             torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)) * 0.02
         )
-        self.codes = [Codes.build(COLUMNS, ROWS, BLOCK, CPU) for _ in range(MEMBERS)]
-        self.part = Part(0, len(self.codes[0].param_index_of), ROWS // MEMBERS, MEMBERS)
+        whole = [Codes.build(COLUMNS, ROWS, BLOCK, CPU) for _ in range(MEMBERS)]
+        columns = len(whole[0].param_index_of)
+        self.codes = [codes.part(0, columns, ROWS // MEMBERS, MEMBERS) for codes in whole]
         self.size = 0  # of the last messages
 
     def publish(self) -> list[int]:
         """Each member publishes its rows; how many of its blocks are sent whole."""
         own = [Masters(self.masters[m::MEMBERS], 0, m) for m in range(MEMBERS)]
-        changes = [
-            ops.assess_changes(o, c, self.part) for o, c in zip(own, self.codes, strict=True)
-        ]
+        changes = [ops.assess_changes(o, c) for o, c in zip(own, self.codes, strict=True)]
         self.size = max(
             message_bytes(codes, change) for codes, change in zip(self.codes, changes, strict=True)
         )
         sent = torch.stack(
             [
                 ops.encode_changes(*of, self.size)
-                for of in zip(own, self.codes, [self.part] * MEMBERS, changes, strict=True)
+                for of in zip(own, self.codes, changes, strict=True)
             ]
         )
         for member, codes in enumerate(self.codes):
-            ops.apply_changes(sent[None], codes, self.part, without=member)
+            ops.apply_changes(sent[None], codes, without=member)
         return [int(change.ends[-1, 0]) for change in changes]
 
     def check(self) -> None:
@@ -82,7 +80,7 @@ def stored(codes: Codes, param_index: int) -> tuple[Tensor, Tensor]:
 def test_codes_follow_their_masters_in_every_copy() -> None:
     """After each publish, whatever the masters did, all hold the masters' codes."""
     ranks, generator = Ranks(0), torch.Generator().manual_seed(1)
-    blocks = ranks.part.blocks
+    blocks = ranks.codes[0].blocks
     assert ranks.publish() == [blocks] * MEMBERS, "fresh codes have no scales"
     ranks.check()
     for size in (1e-5, 1e-4, 1e-3, 0.1):
@@ -147,11 +145,9 @@ def test_bytes_of_a_message() -> None:
         assert sizes == sorted(sizes), "a block sent whole takes more than any other"
     ranks = Ranks(5)
     with pytest.raises(ValueError, match="are not 2 of 3"):
-        ops.assess_changes(Masters(ranks.masters, 0, 0), ranks.codes[0], ranks.part)
+        ops.assess_changes(Masters(ranks.masters, 0, 0), ranks.codes[0])
     with pytest.raises(ValueError, match="FP32"):
-        ops.assess_changes(
-            Masters(ranks.masters[:2].double(), 0, 0), ranks.codes[0], replace(ranks.part)
-        )
+        ops.assess_changes(Masters(ranks.masters[:2].double(), 0, 0), ranks.codes[0])
 
 
 @pytest.mark.parametrize(("rate", "most"), [(1e-4, 0.75), (3e-5, 0.27), (1e-5, 0.15), (1e-6, 0.08)])
@@ -162,14 +158,13 @@ def test_bits_of_steps_of_adam(rate: float, most: float, signs: bool) -> None:
     """
     generator, n = torch.Generator().manual_seed(7), 2000
     x = torch.randn(1, 256 * n, generator=generator) * 0.02
-    owner, copy = (Codes.build([(0, 256 * n)], 1, 256, CPU) for _ in range(2))
-    part = Part(0, n, 1, 1)
+    owner, copy = (Codes.build([(0, 256 * n)], 1, 256, CPU).part(0, n, 1, 1) for _ in range(2))
     for _ in range(3):
         own = Masters(x, 0, 0)
-        change = ops.assess_changes(own, owner, part)
+        change = ops.assess_changes(own, owner)
         nbytes = message_bytes(owner, change)
-        message = ops.encode_changes(own, owner, part, change, nbytes)
-        ops.apply_changes(message[None, None], copy, part, without=-1)
+        message = ops.encode_changes(own, owner, change, nbytes)
+        ops.apply_changes(message[None, None], copy, without=-1)
         assert torch.equal(copy.stored, owner.stored)
         update = torch.randn(x.shape, generator=generator)
         x += 0.4 * rate * (update.sign() if signs else update)
@@ -182,8 +177,8 @@ def test_changes_of_any_density_arrive(seed: int, share: float, block: int) -> N
     copies agree.
     """
     generator, n = torch.Generator().manual_seed(seed), 37
-    owner, copy = (Codes.build([(0, n * block)], 1, block, CPU) for _ in range(2))
-    part, before = Part(0, n, 1, 1), torch.randint(-100, 101, (1, n * block), generator=generator)
+    owner, copy = (Codes.build([(0, n * block)], 1, block, CPU).part(0, n, 1, 1) for _ in range(2))
+    before = torch.randint(-100, 101, (1, n * block), generator=generator)
     before[0, ::block] = 120
     chosen = torch.rand(before.shape, generator=generator) < share
     chosen[0, ::block] = False
@@ -191,9 +186,9 @@ def test_changes_of_any_density_arrive(seed: int, share: float, block: int) -> N
     by = torch.randint(0, 2, before.shape, generator=generator) * 2 - 1
     for x in (before, before + by * chosen * (1 + far)):
         own = Masters(x / 1024, 0, 0)
-        change = ops.assess_changes(own, owner, part)
-        message = ops.encode_changes(own, owner, part, change, message_bytes(owner, change))
-        ops.apply_changes(message[None, None], copy, part, without=-1)
+        change = ops.assess_changes(own, owner)
+        message = ops.encode_changes(own, owner, change, message_bytes(owner, change))
+        ops.apply_changes(message[None, None], copy, without=-1)
         assert torch.equal(copy.stored, owner.stored)
     tile = min(block, 128)
     number, far = chosen.view(n, -1, tile).sum(2), far.view(n, -1, tile)[:, :, 0]

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 
 from tests.kernels import golden_codes
 from tests.kernels.operators import LEVELS, Operators, limited
-from zero_topo.quant import ops
 from zero_topo.quant.operands import Messages
 from zero_topo.quant.operators import OPS
 
@@ -46,10 +45,10 @@ class Calls:
     def __init__(self) -> None:
         layout = golden_codes.ragged(64)
         case = golden_codes.Case(layout, "mixed", "cpu")
-        masters, codes, part = case.masters(1), case.copy(), case.part
-        change = golden_codes.OPS.assess_changes(masters, codes, part)
+        masters, codes = case.masters(1), case.copy()
+        change = golden_codes.OPS.assess_changes(masters, codes)
         nbytes = golden_codes.message_bytes(codes, change)
-        message = golden_codes.OPS.encode_changes(masters, case.copy(), part, change, nbytes)
+        message = golden_codes.OPS.encode_changes(masters, case.copy(), change, nbytes)
         self.table = message.expand(*layout.members, -1).contiguous()
         made = golden_codes.empty_change(case)
         assessed = made.scales, made.counts, made.steps, made.ends
@@ -57,7 +56,7 @@ class Calls:
         self.stored, self.counts, self.ends = codes.stored, change.counts, change.ends
         self.param_indices, self.param_index_of = codes.param_indices, codes.param_index_of
         own = [masters.table, [masters.first, masters.member]]
-        stored = ops._code_arguments(codes, part)
+        stored = tuple(codes)
         self.arguments: dict[str, list[Any]] = {
             "codes_assess": [*own, *stored, *assessed],
             "codes_emit": [
@@ -201,15 +200,15 @@ def test_ends_that_disagree_with_counts_are_refused(whole: Operators) -> None:
     """Each chunk's ends are what its counts say, though others would lead nowhere out of bounds."""
     case = golden_codes.Case(golden_codes.single(321), "mixed", "cpu")
     own, codes = case.masters(0), case.copy()
-    change = golden_codes.OPS.assess_changes(own, codes, case.part)
+    change = golden_codes.OPS.assess_changes(own, codes)
     message = golden_codes.OPS.encode_changes(
-        own, case.copy(), case.part, change, golden_codes.message_bytes(codes, change)
+        own, case.copy(), change, golden_codes.message_bytes(codes, change)
     )
     before = codes.stored.clone()
     for number in (4, 5):
         message.view(torch.int32)[number] += 1
         with pytest.raises(RuntimeError, match="a size is negative, or a message"):
-            whole.codes_apply(Messages(message.view(1, 1, 1, -1)), codes, case.part)
+            whole.codes_apply(Messages(message.view(1, 1, 1, -1)), codes)
         assert torch.equal(codes.stored, before)
         message.view(torch.int32)[number] -= 1
 

@@ -5,8 +5,6 @@ them reach beyond.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given
@@ -27,9 +25,9 @@ from tests.kernels.golden_codes import (
     single,
 )
 from tests.kernels.gpu_library import BOTH, Emulated, Settings
+from tests.kernels.operators import REFERENCE
 from tests.kernels.test_cpu_codes import FUNCTIONS, Calls, wrong
 from tests.kernels.test_cpu_sanitizers import FencedMemory
-from zero_topo.quant import reference
 from zero_topo.quant.operands import Masters, Messages
 from zero_topo.quant.spec import ChangeSpec
 
@@ -63,18 +61,18 @@ def test_no_message_reaches_beyond(emulated: Emulated, seed: int, ends: list[int
     members' part is written.
     """
     case, generator = Case(ragged(64), "mixed", "cpu"), torch.Generator().manual_seed(seed)
-    n, spec = case.part.blocks, ChangeSpec(64)
+    n, spec = case.codes.blocks, ChangeSpec(64)
     nbytes, size = spec.nbytes(n, seed % (n + 1), 0), case.codes.stored.numel()
     table = FencedMemory(at_end=True).tensor(6 * nbytes, torch.uint8).view(1, 2, 3, nbytes)
     table.random_(0, 256, generator=generator)
     table[..., :16].view(torch.int32).copy_(torch.tensor(ends).to(torch.int32).view(1, 2, 3, 4))
     table[..., spec.counts_offset(n) : spec.scales_offset(n)] &= [0, 7, 63, 255][seed % 4]
     stored = case.copy()
-    emulated().codes_apply(Messages(table, without_member=4), stored, case.part)
+    emulated().codes_apply(Messages(table, without_member=4), stored)
     wholes = torch.zeros(1, 2, 3, spec.largest(n), dtype=torch.uint8)
     wholes[..., spec.counts_offset(n) : spec.scales_offset(n)] = 255
-    may = replace(stored, stored=torch.full((size,), FILLING, dtype=torch.uint8))
-    reference.codes_apply(Messages(wholes, without_member=4), may, case.part)
+    may = stored._replace(stored=torch.full((size,), FILLING, dtype=torch.uint8))
+    REFERENCE.codes_apply(Messages(wholes, without_member=4), may)
     wrong = (stored.stored != case.codes.stored) & (may.stored == FILLING)
     assert not wrong.any(), f"written at {wrong.nonzero().view(-1).tolist()}"
 
@@ -85,11 +83,11 @@ def test_a_message_without_room_is_not_written(emulated: Emulated) -> None:
     """
     case, backend = Case(single(40), "mixed", "cpu"), emulated()
     stored, masters = case.copy(), case.masters(0)
-    change = OPS.assess_changes(masters, stored, case.part)
+    change = OPS.assess_changes(masters, stored)
     count, size = change.ends[-1].tolist()
     room = ChangeSpec(64).changes_offset(40, count) + size - 1
     message = torch.full((room,), FILLING, dtype=torch.uint8)
-    backend.codes_emit(masters, stored, case.part, change, message)
+    backend.codes_emit(masters, stored, change, message)
     assert_same(stored.stored, case.codes.stored, "what is stored")
     assert bool((message == FILLING).all())
 
@@ -105,7 +103,7 @@ def test_masters_that_are_not_there_are_zero(emulated: Emulated, cut: tuple[int,
     there.copy_(whole.table[:, first:past])
     whole.table[:, : 64 if first else 0] = 0.0  # a block that does not begin in the table
     whole.table[:, past:] = 0.0
-    change = OPS.assess_changes(whole, case.codes, case.part)
+    change = OPS.assess_changes(whole, case.codes)
     check_assessed(backend, Masters(there, whole.first + first, 0), case.codes, case, change)
 
 

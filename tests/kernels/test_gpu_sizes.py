@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from tests.kernels import golden, golden_members
 from tests.kernels.gpu_library import BOTH, OTHER, PLAIN, Emulated, Settings
+from tests.kernels.operators import REFERENCE
 from tests.kernels.test_cpu_malformed import (
     DAMAGES,
     FUNCTIONS,
     check_one_wrong_argument,
     check_what_does_not_fit,
 )
-from zero_topo.quant import reference
 from zero_topo.quant.operands import FLOATS, Messages, View, to_members
 from zero_topo.quant.spec import BlockSpec, Cast
 
@@ -70,14 +70,14 @@ def test_many_members(emulated: Emulated, members: int) -> None:
     pieces, backend = [View(x, 1, 64, 64, members, 64)], emulated()
     backend.quantize(pieces, spec, to_members(made))
     long = torch.empty(1, spec.nbytes(x.numel()), dtype=torch.uint8)
-    reference.quantize([golden.whole(x)], spec, to_members(long))
+    REFERENCE.quantize([golden.whole(x)], spec, to_members(long))
     assert torch.equal(made[:, :64], long[0, : 64 * members].view(members, 64))
     assert torch.equal(
         made[:, 128:132], long[0, spec.scales_offset(x.numel()) :][: 4 * members].view(members, 4)
     )
     assert not made[:, 64:128].any() and not made[:, 132:].any()
     expected, back = torch.empty_like(x), torch.empty_like(x)
-    reference.dequantize_reduce(to_members(long), spec, [golden.whole(expected)])
+    REFERENCE.dequantize_reduce(to_members(long), spec, [golden.whole(expected)])
     backend.dequantize_reduce(to_members(made), spec, [replace(pieces[0], flat=back)])
     assert torch.equal(back, expected)
 
@@ -164,7 +164,7 @@ def test_cast_messages_of_every_alignment(emulated: Emulated, spec: Cast, width:
         torch.full((2, 9, width * spec.bits // 8), 0x5A, dtype=torch.uint8),
         Messages(messages.view(3, 1, 3, -1)),
     )
-    reference.requantize(came, spec, spec, to_members(made[0, :3]), width, 0.3)
+    REFERENCE.requantize(came, spec, spec, to_members(made[0, :3]), width, 0.3)
     backend.requantize(came, spec, spec, to_members(made[1, :3]), width, 0.3)
     golden.same_bytes(made[1, :3], made[0, :3], spec, "requantize")
     assert torch.equal(made[1, 3:], made[0, 3:])
@@ -215,7 +215,7 @@ def test_members_and_rows_beyond_32_bits(
     last = emulated(Settings(most_blocks=2**31, first_block=members * numel // tile - 1))
     last.quantize([piece], spec, out)
     expected = torch.empty(spec.nbytes(tile), dtype=torch.uint8)
-    reference.quantize([golden.whole(x[-tile:])], spec, to_members(expected))
+    REFERENCE.quantize([golden.whole(x[-tile:])], spec, to_members(expected))
     size, message = tile * spec.bits // 8, table[-spec.nbytes(numel) :]
     assert torch.equal(message[numel * spec.bits // 8 - size :][:size], expected[:size])
     if isinstance(spec, BlockSpec):
@@ -225,7 +225,7 @@ def test_members_and_rows_beyond_32_bits(
         )
         assert torch.equal(message[end - tile // 16 : end], scales)
     wanted = torch.empty(tile, dtype=torch.bfloat16)
-    reference.dequantize_reduce(to_members(expected), spec, [golden.whole(wanted)])
+    REFERENCE.dequantize_reduce(to_members(expected), spec, [golden.whole(wanted)])
     x[-tile:] = 0
     last.dequantize_reduce(out, spec, [piece])
     golden.assert_same(x[-tile:], wanted, "dequantize")

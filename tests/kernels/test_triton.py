@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from tests.kernels import golden, golden_members
+from tests.kernels.operators import REFERENCE, Operators
 from tests.launching import ROOT, output
-from zero_topo.quant import reference
 from zero_topo.quant.operands import FLOATS, View, from_sources, to_members
 from zero_topo.quant.spec import BlockSpec, Cast
 
@@ -42,10 +42,10 @@ SOURCES = (1, 3, 8) if GPU else (3,)
 
 @pytest.fixture(scope="module")
 def backend() -> Any:
-    """The module."""
+    """The module, and what it leaves to the reference."""
     from zero_topo.quant import triton
 
-    return triton
+    return Operators(triton)
 
 
 class TestElsewhere:
@@ -176,7 +176,7 @@ class TestFar:
             )
             kernel[(1,)](target, *arguments)
 
-        monkeypatch.setattr(backend, "launch", launch)
+        monkeypatch.setattr(backend.kernels, "launch", launch)
 
     @pytest.mark.parametrize("case", golden_members.FAR_CASES, ids=str)
     def test_members_rows_and_messages_far_apart(
@@ -207,12 +207,12 @@ class TestFar:
             backend.requantize(
                 to_members(made["quantized"]), spec, spec, to_members(made["again"]), FAR
             )
-            small = golden.same_message(reference, [last], spec)
+            small = golden.same_message(REFERENCE, [last], spec)
             for name, message in made.items():
                 wanted = tail_of(small, spec, tail, tail)
                 golden.assert_same(tail_of(message, spec, FAR, tail), wanted, f"{spec} {name}")
             values = golden.blank([last])
-            reference.dequantize_reduce(to_members(small), spec, values)
+            REFERENCE.dequantize_reduce(to_members(small), spec, values)
             last.flat.zero_()
             backend.dequantize_reduce(to_members(made["quantized"]), spec, [piece])
             golden.assert_same(last.flat, values[0].flat, f"{spec} back")

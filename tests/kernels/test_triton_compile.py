@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.kernels.operators import Operators
 from tests.launching import ROOT, output
 from zero_topo.quant.operands import (
     View,
@@ -54,10 +55,16 @@ def each(targets: Iterable[str]) -> list[Any]:
     ]
 
 
-def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
-    """A call for each kernel and for what decides its code most, with a name."""
+def kernels() -> Operators:
+    """The backend; imported late, where a driver is set."""
     from zero_topo.quant import triton
 
+    return Operators(triton)
+
+
+def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """A call for each kernel and for what decides its code most, with a name."""
+    triton = kernels()
     int8, int4, other, large = (
         BlockSpec("int8"),
         BlockSpec("int4", 64),
@@ -100,8 +107,7 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
 
 def again(source: Format, spec: Format) -> None:
     """Messages -> message."""
-    from zero_topo.quant import triton
-
+    triton = kernels()
     out = to_members(chunks(spec)[0])
     triton.requantize(from_sources(chunks(source)), source, spec, out, NUMEL, 0.1)
 

@@ -17,7 +17,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from zero_topo.quant import operators, ops, reference
-from zero_topo.quant.operands import Codes, Masters, Part, view_of
+from zero_topo.quant.operands import Codes, Masters, view_of
 from zero_topo.quant.operators import OPS, BackendUnavailable, Serve
 from zero_topo.quant.spec import KINDS, BlockSpec, Cast
 
@@ -163,9 +163,9 @@ def test_triton_serves_blocks_and_torch_the_others(
     """One line says so, with the command that gives kernels for all; what it serves is its own."""
     called: list[str] = []
 
-    def quantize(views: Any, spec: Any, out: Any) -> None:
+    def quantize(*arguments: Any) -> None:
         called.append("quantize")
-        reference.quantize(views, spec, out)
+        reference.quantize(*arguments)
 
     blocks = SimpleNamespace(quantize=quantize)
     before = operators.use("reference", CPU)
@@ -232,21 +232,18 @@ def test_tensors_of_two_devices_are_refused() -> None:
     """By an error, in every operation: a kernel would read an address of the other device."""
     spec, x = BlockSpec("int8", 64), torch.randn(64)
     message = ops.quantize(x, spec)
-    codes, part, masters = (
-        Codes.build([(0, 64)], 1, 64, CPU),
-        Part(0, 1, 1, 1),
-        Masters(x[None], 0, 0),
-    )
+    codes = Codes.build([(0, 64)], 1, 64, CPU).part(0, 1, 1, 1)
+    masters = Masters(x[None], 0, 0)
     far, elsewhere = message.to("meta"), Masters(x[None].to("meta"), 0, 0)
-    change = ops.assess_changes(masters, codes, part)
+    change = ops.assess_changes(masters, codes)
     calls: list[Callable[[], object]] = [
         lambda: ops.quantize(x, spec, far),
         lambda: ops.dequantize(far, spec, x),
         lambda: ops.dequantize_reduce(far[None], spec, x),
         lambda: ops.requantize(far[None], spec, message, 64),
-        lambda: ops.assess_changes(elsewhere, codes, part),
-        lambda: ops.encode_changes(elsewhere, codes, part, change, 1024),
-        lambda: ops.apply_changes(far[None, None], codes, part, -1),
+        lambda: ops.assess_changes(elsewhere, codes),
+        lambda: ops.encode_changes(elsewhere, codes, change, 1024),
+        lambda: ops.apply_changes(far[None, None], codes, -1),
         lambda: ops.peel(
             torch.zeros(3, 1024), torch.zeros(1, dtype=torch.uint8, device="meta"), 1, 8
         ),
@@ -267,7 +264,7 @@ def arguments() -> dict[str, tuple[Any, ...]]:
     )
     mask, bits = torch.arange(16) % 3 == 0, torch.zeros(2, dtype=torch.uint8)
     built = Codes.build([(0, 64)], 2, 64, CPU)
-    stored = built.stored, built.param_indices, built.param_index_of, [64, 0, 1, 2, 1]
+    stored = built.part(0, 1, 2, 1)
     assessed = (
         torch.zeros(2),
         torch.zeros(2, 1, dtype=torch.uint8),

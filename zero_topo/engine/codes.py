@@ -15,7 +15,7 @@ from zero_topo.collectives.transport import all_gather
 from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Hierarchy
 from zero_topo.quant import ops
-from zero_topo.quant.operands import Change, Codes, Masters, Part, counted
+from zero_topo.quant.operands import Change, Codes, Masters, counted
 from zero_topo.quant.spec import BlockSpec, ChangeSpec
 
 NO_CODE = 128  # the byte of -128, which no weight has: every weight that is stored so changes
@@ -85,14 +85,11 @@ class CodeStore:
         self.message_sizes = dict[int, int]()
         self.loaded_scales = dict[range, Tensor]()
 
-    def _part(self, param_indices: Sequence[int], size: int) -> Part:
+    def _part(self, param_indices: Sequence[int], size: int) -> Codes:
         """Return the blocks of some neighbouring parameters that each of ``size`` ranks owns."""
-        return Part(
-            self._ends[param_indices[0]],
-            self._ends[param_indices[-1] + 1],
-            self._rows // size,
-            size,
-        )
+        begin = self._ends[param_indices[0]]
+        end = self._ends[param_indices[-1] + 1]
+        return self.codes.part(begin, end, self._rows // size, size)
 
     @cached_property
     def _scales(self) -> Tensor:
@@ -143,9 +140,9 @@ class CodeStore:
         self.buffers[param_index].zero_()
         masters = Masters(rows, first, 0)
         part = self._part([param_index], 1)
-        change = ops.assess_changes(masters, self.codes, part)
-        nbytes = ChangeSpec(self.codes.block).largest(part.blocks)
-        ops.encode_changes(masters, self.codes, part, change, nbytes)
+        change = ops.assess_changes(masters, part)
+        nbytes = ChangeSpec(part.block).largest(part.blocks)
+        ops.encode_changes(masters, part, change, nbytes)
 
     def begin(
         self,
@@ -170,13 +167,13 @@ class CodeStore:
             part = self._part(param_indices, hierarchy.size)
             # All runs are assessed before any is sent: their sizes then take one host
             # synchronization.
-            assessed.append((own, part, ops.assess_changes(own, self.codes, part)))
+            assessed.append((own, part, ops.assess_changes(own, part)))
         agreed = self._agreed_sizes(hierarchy, [change for *_, change in assessed])
         for (param_indices, *_), run, nbytes in zip(runs, assessed, agreed, strict=True):
             sizes[param_indices[0]] = nbytes
             own, _, change = run
             # The queue's stream reads them after this function has returned.
-            reads = [own.table, change.scales, change.counts, change.steps, change.ends]
+            reads = [own.table, *change]
             publish = partial(self._publish, hierarchy, *run, nbytes)
             yield param_indices, self._queue.run(publish, reads)
 
@@ -204,14 +201,14 @@ class CodeStore:
         self,
         hierarchy: Hierarchy,
         own: Masters,
-        part: Part,
+        part: Codes,
         change: Change,
         nbytes: int,
     ) -> Handle[None]:
         allocate = hierarchy.groups[-1].allocate
-        message = ops.encode_changes(own, self.codes, part, change, nbytes, allocate)
+        message = ops.encode_changes(own, part, change, nbytes, allocate)
 
         def finish(received: Tensor) -> None:
-            ops.apply_changes(received, self.codes, part, hierarchy.index)
+            ops.apply_changes(received, part, hierarchy.index)
 
         return all_gather(hierarchy, message).then(finish)

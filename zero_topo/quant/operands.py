@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -211,6 +212,15 @@ def described(x: Views) -> tuple[list[Tensor], list[int], int, int]:
     return flats, shapes, members, numel
 
 
+def views_of(flats: Sequence[Tensor], shapes: Sequence[int], members: int) -> list[View]:
+    """Return the views that :func:`described` has converted."""
+    views = []
+    for i, flat in enumerate(flats):
+        rows, columns, present, stride, member_stride = shapes[5 * i : 5 * i + 5]
+        views.append(View(flat, rows, columns, stride, members, member_stride, present))
+    return views
+
+
 def total_numel(views: Sequence[View]) -> int:
     """Return the number of values in a message that holds these views."""
     return sum(view.numel for view in views)
@@ -329,8 +339,7 @@ def from_sources(messages: Tensor, without: int = -1) -> Messages:
     return Messages(messages[:, *missing], without_source=without)
 
 
-@dataclass(frozen=True)
-class Codes:
+class Codes(NamedTuple):
     """Stores the INT8 weights (codes) and scales of some parameters, as an all-gather sends them.
 
     A parameter of ``rows`` rows of ``blocks`` blocks is stored in ``stored`` as one INT8 message of
@@ -344,13 +353,30 @@ class Codes:
             masters, its number of columns.
         param_index_of: int32 ``[block columns]``, on the device: the parameter of each block
             column.
-        block: values of a block.
+        numbers: the block size; of a part (:meth:`part`) also the range of block columns, the rows
+            of one member, and the ranks of the process group. Row ``r`` of member ``m`` is row
+            ``m + r * members`` of the shard.
     """
 
     stored: Tensor
     param_indices: Tensor
     param_index_of: Tensor
-    block: int
+    numbers: Sequence[int]
+
+    @property
+    def block(self) -> int:
+        """Return the values of a block."""
+        return self.numbers[0]
+
+    @property
+    def blocks(self) -> int:
+        """Return the number of blocks in a message of this part."""
+        _, begin, end, rows, _ = self.numbers
+        return rows * (end - begin)
+
+    def part(self, begin: int, end: int, rows: int, members: int) -> Codes:
+        """Return the blocks of one message: a range of block columns, row by row."""
+        return self._replace(numbers=(self.block, begin, end, rows, members))
 
     @classmethod
     def build(
@@ -386,33 +412,10 @@ class Codes:
         stored = torch.zeros(at, dtype=torch.uint8, device=device)
         table = torch.tensor(param_indices, dtype=torch.int64, device=device).view(-1, 6)
         numbers = torch.tensor(param_index_of, dtype=torch.int32, device=device)
-        return cls(stored, table, numbers, block)
+        return cls(stored, table, numbers, (block,))
 
 
-@dataclass(frozen=True)
-class Part:
-    """Selects the blocks of one message: a range of block columns, row by row.
-
-    Attributes:
-        begin, end: the range of block columns.
-        rows: rows of one member.
-        members: ranks of the process group; row ``r`` of member ``m`` is row ``m + r * members`` of
-            the shard.
-    """
-
-    begin: int
-    end: int
-    rows: int
-    members: int
-
-    @property
-    def blocks(self) -> int:
-        """Return the number of blocks in a message."""
-        return self.rows * (self.end - self.begin)
-
-
-@dataclass(frozen=True)
-class Masters:
+class Masters(NamedTuple):
     """Holds the FP32 masters of one member's rows.
 
     Attributes:
@@ -427,8 +430,7 @@ class Masters:
     member: int
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """Describes what a publish is about to change in the codes of a part; Note [Changes] in
     ``spec.py``.
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from threading import Lock
 from types import MappingProxyType
@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 
 from zero_topo.quant import reference
-from zero_topo.quant.operands import Change, Codes, Masters, Messages, Part, View
-from zero_topo.quant.spec import KINDS, Cast, format_of
+from zero_topo.quant.spec import KINDS, Cast
 
 logger = logging.getLogger(__name__)
 
@@ -67,9 +66,7 @@ SCHEMAS = (
     "Tensor ends, Tensor(b!) message) -> ()",
     f"codes_apply(Tensor messages, int without_member, Tensor(a!) stored, {_CODES}) -> ()",
 )
-"""``own``: first column and member of `Masters`; ``part``: the block size, then the numbers of
-`Part`.
-"""
+"""``own``: first column and member of `Masters`; ``part``: the numbers of `Codes`."""
 
 
 class BackendUnavailable(Exception):
@@ -79,85 +76,15 @@ class BackendUnavailable(Exception):
 
 
 def kernels_of(backend: Any) -> dict[str, Callable[..., Any]]:
-    """Return operator -> kernel of a backend: a Python module with functions of
-    ``reference.py``, all or some.
+    """Return operator -> kernel of a backend: a Python module with some of the functions of
+    ``reference.py``, which take what the schemas say.
     """
-
-    def quantize(
-        flats: list[Tensor],
-        shapes: list[int],
-        code: list[int],
-        table: Tensor,
-        member: int,
-    ) -> None:
-        messages = Messages(table, -1, member)
-        backend.quantize(_views(flats, shapes, messages), format_of(code), messages)
-
-    def dequantize_reduce(
-        table: Tensor,
-        source: int,
-        member: int,
-        code: list[int],
-        flats: list[Tensor],
-        shapes: list[int],
-        *how: Any,
-    ) -> None:
-        messages = Messages(table, source, member)
-        views = _views(flats, shapes, messages)
-        backend.dequantize_reduce(messages, format_of(code), views, *how)
-
-    def requantize(
-        table: Tensor,
-        source: int,
-        code: list[int],
-        out: Tensor,
-        member: int,
-        to: list[int],
-        *total: Any,
-    ) -> None:
-        messages = Messages(table, source)
-        sums = Messages(out, -1, member)
-        backend.requantize(messages, format_of(code), format_of(to), sums, *total)
-
-    def codes_assess(masters: Tensor, own: list[int], *arguments: Any) -> None:
-        codes, part = _coded(*arguments[:4])
-        backend.codes_assess(Masters(masters, *own), codes, part, *arguments[4:])
-
-    def codes_emit(masters: Tensor, own: list[int], *arguments: Any) -> None:
-        codes, part = _coded(*arguments[:4])
-        *change, message = arguments[4:]
-        backend.codes_emit(Masters(masters, *own), codes, part, Change(*change), message)
-
-    def codes_apply(table: Tensor, member: int, *stored: Any) -> None:
-        backend.codes_apply(Messages(table, -1, member), *_coded(*stored))
-
     names = map(_name, SCHEMAS)
-    served = {name: getattr(backend, name) for name in names if hasattr(backend, name)}
-    # The other operators' arguments a backend takes as they are.
-    own = (quantize, dequantize_reduce, requantize, codes_assess, codes_emit, codes_apply)
-    return served | {kernel.__name__: kernel for kernel in own if kernel.__name__ in served}
+    return {name: getattr(backend, name) for name in names if hasattr(backend, name)}
 
 
 def _name(schema: str) -> str:
     return schema.partition("(")[0]
-
-
-def _coded(
-    stored: Tensor,
-    param_indices: Tensor,
-    param_index_of: Tensor,
-    part: Sequence[int],
-) -> tuple[Codes, Part]:
-    return Codes(stored, param_indices, param_index_of, part[0]), Part(*part[1:])
-
-
-def _views(flats: Sequence[Tensor], shapes: Sequence[int], messages: Messages) -> list[View]:
-    views = []
-    for i, flat in enumerate(flats):
-        rows, columns, present, stride, member_stride = shapes[5 * i : 5 * i + 5]
-        view = View(flat, rows, columns, stride, messages.members, member_stride, present)
-        views.append(view)
-    return views
 
 
 # Kept alive: registrations end when it is garbage-collected

@@ -36,7 +36,6 @@ from zero_topo.quant.operands import (
     Change,
     Codes,
     Masters,
-    Part,
     Views,
     described,
     from_sources,
@@ -219,26 +218,24 @@ def _check_devices(first: Tensor, *others: Tensor) -> None:
 # -- INT8 weights ----------------------------------------------------------------------------------
 
 
-def assess_changes(masters: Masters, codes: Codes, part: Part) -> Change:
+def assess_changes(masters: Masters, codes: Codes) -> Change:
     """Return what publishing these masters would change, without changing anything.
 
     Args:
         masters: masters of one member's rows.
-        codes: all stored INT8 weights.
-        part: the blocks to publish.
+        codes: the part to publish.
     """
-    _check_masters(masters, part)
+    _check_masters(masters, codes)
     _check_devices(masters.table, codes.stored)
     tile = ChangeSpec(codes.block).tile
-    blocks = part.blocks
+    blocks = codes.blocks
     device = codes.stored.device
     scales = torch.empty(blocks, dtype=torch.float32, device=device)
     counts = torch.empty(blocks, codes.block // tile, dtype=torch.uint8, device=device)
     steps = torch.empty(*counts.shape, 2, tile // 8, dtype=torch.uint8, device=device)
     sizes = torch.empty(blocks, 2, dtype=torch.int64, device=device)
-    own = [masters.first, masters.member]
-    made = scales, counts, steps, sizes
-    OPS.codes_assess.default(masters.table, own, *_code_arguments(codes, part), *made)
+    table, *own = masters
+    OPS.codes_assess.default(table, own, *codes, scales, counts, steps, sizes)
     # On a GPU torch scans one row in parallel, but gives each column of a table one thread, which
     # walks all rows.
     whole, changed = sizes.unbind(1)
@@ -249,7 +246,6 @@ def assess_changes(masters: Masters, codes: Codes, part: Part) -> Change:
 def encode_changes(
     masters: Masters,
     codes: Codes,
-    part: Part,
     change: Change,
     nbytes: int,
     allocate: Allocate = torch.empty,
@@ -258,8 +254,7 @@ def encode_changes(
 
     Args:
         masters: masters of one member's rows.
-        codes: all stored INT8 weights; changed in place.
-        part: the blocks to publish.
+        codes: the part to publish; changed in place.
         change: the result of :func:`assess_changes`.
         nbytes: bytes of the message, at least those of :class:`~zero_topo.quant.spec.ChangeSpec`.
         allocate: makes the message.
@@ -269,7 +264,7 @@ def encode_changes(
     """
     _check_devices(masters.table, codes.stored, change.scales)
     message = allocate(nbytes, dtype=torch.uint8, device=codes.stored.device)
-    blocks = part.blocks
+    blocks = codes.blocks
     chunks = -(-blocks // CHUNK)
     at = ChangeSpec(codes.block).counts_offset(blocks)
     # Sums after every 32nd block; the last entry is that of the last block.
@@ -278,32 +273,32 @@ def encode_changes(
     ends[-1:].copy_(change.ends[-1:])
     counts = change.counts.view(-1)
     message[at : at + counts.numel()].copy_(counts)
-    own = [masters.first, masters.member]
-    made = change.scales, change.counts, change.steps, change.ends, message
-    OPS.codes_emit.default(masters.table, own, *_code_arguments(codes, part), *made)
+    table, *own = masters
+    OPS.codes_emit.default(table, own, *codes, *change, message)
     return message
 
 
-def apply_changes(messages: Tensor, codes: Codes, part: Part, without: int) -> None:
+def apply_changes(messages: Tensor, codes: Codes, without: int) -> None:
     """Apply the changes in all members' messages to the codes of their rows.
 
     Args:
         messages: uint8 ``[outer, inner, nbytes]``, one of each member.
-        codes: all stored INT8 weights; changed in place.
-        part: the blocks of each message.
+        codes: the part that each message has; changed in place.
         without: a member whose rows are up to date, -1 for none.
     """
     outer, inner, _ = messages.shape
-    if outer * inner != part.members:
+    members = codes.numbers[-1]
+    if outer * inner != members:
         raise ValueError(
-            f"messages {tuple(messages.shape)} are not one for each of {part.members} members"
+            f"messages {tuple(messages.shape)} are not one for each of {members} members"
         )
     _check_devices(messages, codes.stored)
-    OPS.codes_apply.default(messages[None], without, *_code_arguments(codes, part))
+    OPS.codes_apply.default(messages[None], without, *codes)
 
 
-def _check_masters(masters: Masters, part: Part) -> None:
-    table = masters.table
+def _check_masters(masters: Masters, codes: Codes) -> None:
+    table, _, member = masters
+    *_, part_rows, members = codes.numbers
     if (
         table.dtype != torch.float32
         or table.dim() != 2
@@ -313,15 +308,8 @@ def _check_masters(masters: Masters, part: Part) -> None:
             f"masters are FP32 rows of adjacent columns, not {table.dtype} {tuple(table.shape)}"
         )
     rows = len(table)
-    if rows != part.rows or not 0 <= masters.member < part.members:
-        raise ValueError(
-            f"{rows} rows of member {masters.member} are not {part.rows} of {part.members}"
-        )
-
-
-def _code_arguments(codes: Codes, part: Part) -> tuple[Tensor, Tensor, Tensor, list[int]]:
-    numbers = [codes.block, part.begin, part.end, part.rows, part.members]
-    return codes.stored, codes.param_indices, codes.param_index_of, numbers
+    if rows != part_rows or not 0 <= member < members:
+        raise ValueError(f"{rows} rows of member {member} are not {part_rows} of {members}")
 
 
 # -- sparse modes ----------------------------------------------------------------------------------

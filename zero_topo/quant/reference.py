@@ -19,6 +19,7 @@ Note [Arithmetic contract]
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,11 +30,10 @@ from zero_topo.quant.operands import (
     Codes,
     Masters,
     Messages,
-    Part,
-    View,
     counted,
     read_all,
     total_numel,
+    views_of,
     write_all,
 )
 from zero_topo.quant.reference_sparse import (  # noqa: F401  (of the backend)
@@ -62,49 +62,61 @@ from zero_topo.quant.spec import (
     Cast,
     ChangeSpec,
     Format,
+    format_of,
 )
 
 SMALLEST = 2.0**-100
 INT8_LEVELS = 127
 
 
-def quantize(views: Sequence[View], spec: Format, out: Messages) -> None:
+def quantize(
+    flats: Sequence[Tensor], shapes: Sequence[int], code: Sequence[int], table: Tensor, without: int
+) -> None:
     """Quantize the concatenated views of each member into its wire message."""
+    out = Messages(table, -1, without)
     for member in out.kept():
-        own = [view.member(member) for view in views]
-        _encode(read_all(own)[0], spec, *out.of(member))
+        own = [view.member(member) for view in views_of(flats, shapes, out.members)]
+        _encode(read_all(own)[0], format_of(code), *out.of(member))
 
 
 def dequantize_reduce(
-    messages: Messages,
-    spec: Format,
-    views: Sequence[View],
+    table: Tensor,
+    without_source: int,
+    without_member: int,
+    code: Sequence[int],
+    flats: Sequence[Tensor],
+    shapes: Sequence[int],
     factor: float = 1.0,
     accumulate: bool = False,
 ) -> None:
     """Write the sum of each member's dequantized messages, in order of the sources, to its
     views.
     """
+    messages = Messages(table, without_source, without_member)
     for member in messages.kept():
-        own = [view.member(member) for view in views]
-        total = _sum(messages.of(member), spec, total_numel(own), factor)
+        own = [view.member(member) for view in views_of(flats, shapes, messages.members)]
+        total = _sum(messages.of(member), format_of(code), total_numel(own), factor)
         if accumulate:
             total = read_all(own)[0].add_(total)
         write_all(total[None], own)
 
 
 def requantize(
-    messages: Messages,
-    source: Format,
-    spec: Format,
-    out: Messages,
+    table: Tensor,
+    without_source: int,
+    source: Sequence[int],
+    out: Tensor,
+    without_member: int,
+    code: Sequence[int],
     numel: int,
     factor: float = 1.0,
 ) -> None:
     """Sum each member's dequantized messages, and quantize the sum into one message."""
-    for member in out.kept():
-        total = _sum(messages.of(member), source, numel, factor)
-        _encode(total, spec, *out.of(member))
+    messages = Messages(table, without_source)
+    sums = Messages(out, -1, without_member)
+    for member in sums.kept():
+        total = _sum(messages.of(member), format_of(source), numel, factor)
+        _encode(total, format_of(code), *sums.of(member))
 
 
 def _sum(messages: Sequence[Tensor], spec: Format, numel: int, factor: float) -> Tensor:
@@ -227,21 +239,22 @@ def _values(message: Tensor, numel: int, spec: Format) -> Tensor:
 # -- INT8 weights; see Note [Codes] in ``ops.py`` --------------------------------------------------
 
 
-def codes_assess(
-    masters: Masters,
-    codes: Codes,
-    part: Part,
-    scales: Tensor,
-    counts: Tensor,
-    steps: Tensor,
-    sizes: Tensor,
-) -> None:
+def codes_assess(table: Tensor, own: Sequence[int], *rest: Any) -> None:
     """Compute each block's new scale, the counts of its tiles, which codes change, and its part of
     the message.
+
+    Args:
+        table: masters.
+        own: the other numbers of `Masters`.
+        rest: `Codes`, then what is written: scales, counts and steps of `Change`, and of each block
+            whether it is sent whole and the bytes of its changes.
     """
+    masters = Masters(table, *own)
+    *stored, scales, counts, steps, sizes = rest
+    codes = Codes(*stored)
     spec = ChangeSpec(codes.block)
-    x = _masters_in_blocks(masters, codes, part)
-    places = _places(codes, part, masters.member)
+    x = _masters_in_blocks(masters, codes)
+    places = _places(codes, masters.member)
     old_codes, old = _stored(codes, places)
     top = x.abs().amax(1)
     scales.copy_(scales_from_now(top, old))
@@ -279,10 +292,20 @@ def scales_from_now(top: Tensor, old: Tensor) -> Tensor:
     return torch.where(kept, old, fresh)
 
 
-def codes_emit(masters: Masters, codes: Codes, part: Part, change: Change, message: Tensor) -> None:
-    """Update codes and scales, and write the scales, codes and changes of the message."""
+def codes_emit(table: Tensor, own: Sequence[int], *rest: Any) -> None:
+    """Update codes and scales, and write the scales, codes and changes of the message.
+
+    Args:
+        table: masters.
+        own: the other numbers of `Masters`.
+        rest: `Codes`, `Change`, and the message.
+    """
+    masters = Masters(table, *own)
+    codes = Codes(*rest[:4])
+    *made, message = rest[4:]
+    change = Change(*made)
     spec = ChangeSpec(codes.block)
-    n = part.blocks
+    n = codes.blocks
     block = codes.block
     whole = change.counts[:, 0] == WHOLE
     count = int(change.ends[-1, 0])
@@ -291,9 +314,9 @@ def codes_emit(masters: Masters, codes: Codes, part: Part, change: Change, messa
     changed, less = masks.view(-1, 2, spec.tile).unbind(1)
     # Small changes are steps of the stored codes, so that an edit of the masters in between changes
     # none.
-    places = _places(codes, part, masters.member)
+    places = _places(codes, masters.member)
     new = _stored(codes, places)[0].view(-1, spec.tile)
-    fresh = _coded(_masters_in_blocks(masters, codes, part), change.scales)
+    fresh = _coded(_masters_in_blocks(masters, codes), change.scales)
     fresh = fresh.view(-1, spec.tile)
     counts = change.counts.view(-1)
     large = (counts >= LARGE)[:, None]
@@ -318,10 +341,12 @@ def codes_emit(masters: Masters, codes: Codes, part: Part, change: Change, messa
     _store(codes, places, new.view(n, block), change.scales)
 
 
-def codes_apply(messages: Messages, codes: Codes, part: Part) -> None:
+def codes_apply(table: Tensor, without_member: int, *stored: Any) -> None:
     """Update the rows of all members except the one left out."""
+    messages = Messages(table, -1, without_member)
+    codes = Codes(*stored)
     for member in messages.kept():
-        places = _places(codes, part, member)
+        places = _places(codes, member)
         message = messages.of(member)[0]
         decoded = _decoded(message, codes.block, *_stored(codes, places))
         _store(codes, places, *decoded)
@@ -443,23 +468,25 @@ def _coded(x: Tensor, scales: Tensor) -> Tensor:
     return codes.round_().clamp_(-INT8_LEVELS, INT8_LEVELS)
 
 
-def _columns(codes: Codes, part: Part) -> tuple[Tensor, ...]:
+def _columns(codes: Codes) -> tuple[Tensor, ...]:
     """Return for each block column the six numbers of its parameter, and its index among the
     parameter's columns.
     """
-    index_of = codes.param_index_of[part.begin : part.end]
+    _, begin, end, *_ = codes.numbers
+    index_of = codes.param_index_of[begin:end]
     param_index = codes.param_indices[index_of.long()]
-    columns = counted(len(param_index), param_index) + part.begin
+    columns = counted(len(param_index), param_index) + begin
     return (*param_index.unbind(1), columns - param_index[:, 3])
 
 
-def _places(codes: Codes, part: Part, member: int) -> tuple[Tensor, Tensor]:
+def _places(codes: Codes, member: int) -> tuple[Tensor, Tensor]:
     """Return the places of each block's codes, ``[blocks, block]``, and of its scale in the bytes
     viewed as FP32.
     """
-    codes_at, scales_at, blocks, *_, here = _columns(codes, part)
+    codes_at, scales_at, blocks, *_, here = _columns(codes)
+    *_, part_rows, members = codes.numbers
     # Row r of a member is row m + r * members of the shard.
-    rows = counted(part.rows, here)[:, None] * part.members + member
+    rows = counted(part_rows, here)[:, None] * members + member
     index = rows * blocks + here
     begins = codes_at + index * codes.block
     codes_places = begins.view(-1, 1) + counted(codes.block, here)
@@ -480,12 +507,12 @@ def _store(codes: Codes, places: tuple[Tensor, Tensor], new: Tensor, scales: Ten
     codes.stored.view(torch.float32)[scales_at] = scales
 
 
-def _masters_in_blocks(masters: Masters, codes: Codes, part: Part) -> Tensor:
+def _masters_in_blocks(masters: Masters, codes: Codes) -> Tensor:
     """Return the masters as FP32 ``[blocks, block]``, zero beyond a parameter's columns."""
-    *_, first, width, here = _columns(codes, part)
+    *_, first, width, here = _columns(codes)
     inside = here[:, None] * codes.block + counted(codes.block, here)
     exists = inside < width[:, None]
     index = first[:, None] + inside - masters.first
     index = torch.where(exists, index, 0)
     x = torch.where(exists, masters.table[:, index], 0.0)
-    return x.view(part.blocks, codes.block)
+    return x.view(codes.blocks, codes.block)

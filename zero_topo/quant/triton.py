@@ -9,9 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
-from zero_topo.quant.operands import DTYPES, Messages, View, to_members, total_numel
-from zero_topo.quant.spec import Cast, Format
+from zero_topo.quant.operands import DTYPES, Messages, View, to_members, total_numel, views_of
+from zero_topo.quant.spec import Cast, Format, format_of
 from zero_topo.quant.triton_blocks import (
     ALIGNED,
     TILE,
@@ -29,8 +30,17 @@ from zero_topo.quant.triton_blocks import (
 )
 
 
-def quantize(views: Sequence[View], spec: Format, out: Messages) -> None:
+def quantize(
+    flats: Sequence[Tensor],
+    shapes: Sequence[int],
+    code: Sequence[int],
+    table: Tensor,
+    without: int,
+) -> None:
     """Quantize the concatenated views of each member into its message."""
+    out = Messages(table, -1, without)
+    views = views_of(flats, shapes, out.members)
+    spec = format_of(code)
     if isinstance(spec, Cast):
         # Floats have no blocks: each view is one launch into its part of the messages.
         for view, values in _parts(views, spec, out):
@@ -44,13 +54,19 @@ def quantize(views: Sequence[View], spec: Format, out: Messages) -> None:
 
 
 def dequantize_reduce(
-    messages: Messages,
-    spec: Format,
-    views: Sequence[View],
+    table: Tensor,
+    without_source: int,
+    without_member: int,
+    code: Sequence[int],
+    flats: Sequence[Tensor],
+    shapes: Sequence[int],
     factor: float = 1.0,
     accumulate: bool = False,
 ) -> None:
     """Write the sum of each member's messages to its views."""
+    messages = Messages(table, without_source, without_member)
+    views = views_of(flats, shapes, messages.members)
+    spec = format_of(code)
     if isinstance(spec, Cast):
         for view, values in _parts(views, spec, messages):
             if view.flat.numel():
@@ -62,23 +78,30 @@ def dequantize_reduce(
         if accumulate:
             _copy(views, cast, values)
         _reduce(messages, spec, copy, factor, accumulate)
-        values = replace(values, without_member=messages.without_member)
-        dequantize_reduce(values, cast, views)
+        values = replace(values, without_member=without_member)
+        for view, part in _parts(views, cast, values):
+            if view.flat.numel():
+                _reduce(part, cast, view)
 
 
 def requantize(
-    messages: Messages,
-    source: Format,
-    spec: Format,
-    out: Messages,
+    table: Tensor,
+    without_source: int,
+    source_code: Sequence[int],
+    out: Tensor,
+    without_member: int,
+    code: Sequence[int],
     numel: int,
     factor: float = 1.0,
 ) -> None:
     """Quantize the sum of each member's messages into one message."""
-    messages = replace(messages, without_member=out.without_member)
+    messages = Messages(table, without_source, without_member)
     work, programs = _worked(messages, numel, factor)
-    tables = _described(out, spec, numel), _described(messages, source, numel)
-    launch(requantize_tile, programs, *tables, numel, work, source, spec)
+    source = format_of(source_code)
+    spec = format_of(code)
+    made = _described(Messages(out), spec, numel)
+    read = _described(messages, source, numel)
+    launch(requantize_tile, programs, made, read, numel, work, source, spec)
 
 
 def _quantize(view: View, spec: Format, out: Messages) -> None:
@@ -88,7 +111,13 @@ def _quantize(view: View, spec: Format, out: Messages) -> None:
     launch(quantize_tile, programs, table, place, work, spec, fold, warps=fold.warps)
 
 
-def _reduce(messages: Messages, spec: Format, view: View, factor: float, accumulate: bool) -> None:
+def _reduce(
+    messages: Messages,
+    spec: Format,
+    view: View,
+    factor: float = 1.0,
+    accumulate: bool = False,
+) -> None:
     place, fold = _placed(view, spec)
     work, programs = _worked(messages, place.numel, factor)
     table = _described(messages, spec, place.numel)
