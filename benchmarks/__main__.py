@@ -19,11 +19,7 @@ from benchmarks import (
     cluster_report,
     convergence,
     convergence_report,
-    faults,
-    faults_report,
     scale_report,
-    soak,
-    soak_report,
     sparse,
     sparse_report,
 )
@@ -270,67 +266,6 @@ def sparse_command(options: SparseOptions) -> None:
 
 
 @dataclass(frozen=True)
-class ScatterOptions(Outputs):
-    """Of ``benchmarks scatter``."""
-
-    widths: Annotated[str, typer.Option(help="Of the transformer, multiples of 64.")] = (
-        "64,128,256,512,1024"
-    )
-    ranks: Annotated[str, typer.Option(help="Of a node.")] = "2,8"
-    steps: Annotated[int, typer.Option(min=0, help="Of Adam before the gradients are taken.")] = 10
-
-
-@app.command("scatter")
-@taking(ScatterOptions)
-def scatter_command(options: ScatterOptions) -> None:
-    """Compare what the INT4 scatter leaves of the gradients of vectors and matrices, by what shares
-    a block.
-    """
-    from benchmarks import scatter  # imports torch
-
-    widths, ranks = (
-        tuple(read_count(word, name) for word in words_of(text))
-        for name, text in (("--widths", options.widths), ("--ranks", options.ranks))
-    )
-    wanted = scatter.ScatterBench(widths, ranks, options.steps)
-    measure(options, scatter, len(widths) * len(ranks), partial(scatter.run, wanted))
-
-
-@dataclass(frozen=True)
-class FormatsOptions(Outputs):
-    """Of ``benchmarks formats``."""
-
-    formats: Annotated[
-        str,
-        typer.Option(
-            help="Of gradients: int8, int4, int4-64, nf4; weights too: paper, topo; updates: "
-            "publish-int4."
-        ),
-    ] = "int4,nf4"
-    width: Annotated[
-        int, typer.Option(help="Of the model of two layers; its context is half of it.")
-    ] = 128
-    steps: Annotated[int, typer.Option(min=10, help="Optimizer steps of each run.")] = 300
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each format.")] = 8
-    floors: Annotated[int, typer.Option(min=0, help="Of them with the chaos floor.")] = 3
-
-
-@app.command("formats")
-@taking(FormatsOptions)
-def formats_command(options: FormatsOptions) -> None:
-    """Train in one process, in FP32, with each format of what ranks send, and show how far the
-    losses differ.
-    """
-    from benchmarks import formats  # imports torch
-
-    setup = TrainingSetup(2, options.width, options.width // 2, 4, lr=2e-3)
-    wanted = formats.FormatsBench(
-        tuple(words_of(options.formats)), options.steps, options.seeds, options.floors, setup=setup
-    )
-    measure(options, convergence_report, len(wanted.jobs()), partial(formats.run, wanted))
-
-
-@dataclass(frozen=True)
 class ScaleOptions(Outputs):
     """Of ``benchmarks scale``."""
 
@@ -366,51 +301,6 @@ def scale_command(options: ScaleOptions) -> None:
         real_ranks=options.real_ranks,
     )
     measure(options, scale_report, wanted.ticks(), partial(run, wanted))
-
-
-@dataclass(frozen=True)
-class FaultsOptions(Outputs):
-    """Of ``benchmarks faults``."""
-
-    rounds: Annotated[int, typer.Option(min=1, help="Faults, one after the other.")] = 28
-    seed: Annotated[int, typer.Option(help="Of their phases, steps and ranks.")] = 0
-
-
-@app.command("faults")
-@taking(FaultsOptions)
-def faults_command(options: FaultsOptions) -> None:
-    """Kill, stop, slow down, cut off ranks, raise in them: who reports it, and are the bits equal
-    (needs root)?
-    """
-    network.require()
-    content = measure(
-        options, faults_report, options.rounds, partial(faults.run, options.rounds, options.seed)
-    )
-    if not all(row["equal"] for row in content["results"]):
-        typer.echo("zero-topo: a run did not compute what the undisturbed one did", err=True)
-        raise typer.Exit(FAILED)
-
-
-@dataclass(frozen=True)
-class SoakOptions(Outputs):
-    """Of ``benchmarks soak``."""
-
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 2000
-    every: Annotated[int, typer.Option(min=1, help="Steps between two counts.")] = 20
-
-
-@app.command("soak")
-@taking(SoakOptions)
-def soak_command(options: SoakOptions) -> None:
-    """Train long with everything on, and check that no rank's memory, threads or descriptors
-    grow.
-    """
-    wanted = soak.Soak(options.steps, options.every)
-    content = measure(options, soak_report, options.steps, partial(soak.run, wanted))
-    grown = [row["name"] for row in content["results"] if not row["flat"]]
-    if grown:
-        typer.echo(f"zero-topo: these grew: {', '.join(grown)}", err=True)
-        raise typer.Exit(FAILED)
 
 
 if __name__ == "__main__":

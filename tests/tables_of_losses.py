@@ -9,7 +9,6 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from benchmarks import scatter
 from benchmarks.training_setup import TrainingSetup
 from tests.documents import ROOT, record, row
 from zero_topo.units import format_bytes
@@ -98,11 +97,6 @@ def beginning_rows() -> list[str]:
         found = [cells for cells in _trainings(name) if cells[0] != "`chaos`"]
         rows += [row([cells[0], cells[1], steps, *cells[3:5], cells[6]]) for cells in found]
     return rows
-
-
-def scatter_rows() -> list[str]:
-    """The table of what the INT4 scatter leaves of gradients, from the record committed."""
-    return [row(cells) for cells in scatter.rows(record("scatter")["results"])]
 
 
 def resident_rows() -> list[str]:
@@ -298,7 +292,6 @@ TABLES: Mapping[str, Callable[[], list[str]]] = MappingProxyType(
         "formats, defaults": defaults_rows,
         "sparse, nodes": nodes_rows,
         "sparse, beginning": beginning_rows,
-        "scatter": scatter_rows,
         "resident": resident_rows,
         "resident, long": partial(drift_rows, "resident-5000"),
         "sparse, long": partial(drift_rows, "sparse-3000"),

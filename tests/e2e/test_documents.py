@@ -48,20 +48,15 @@ SMALLER = {
     "python -m benchmarks cluster": "--schemes topo --micro-batches 1 --warmup 1 --steps 2 "
     "--params 1e5 --layers 1",
     "python -m benchmarks scale": "--ranks 8 --schemes topo --params 2 --repeats 1 --real-ranks 0",
-    "python -m benchmarks scatter": "--widths 64 --ranks 2 --steps 1",
     "python -m benchmarks sparse": (
         "--modes oktopk_unbalanced,powersgd_1 --densities 0.01 --ranks 2 --numel 10000 --steps 1"
     ),
-    # of an option that is given twice, the last one counts
-    "python -m benchmarks faults": "--rounds 1",
-    "python -m benchmarks soak": "--steps 160 --every 4",
-    "python -m benchmarks formats": "--steps 10 --seeds 1 --floors 0",
     "python -m benchmarks convergence --one-process": "--steps 10 --seeds 1 --params 5e4 --layers "
     "1",
     "python -m benchmarks convergence": "--schemes topo --steps 10 --seeds 1 --params 5e4 --layers "
     "1",
 }
-ROOTS = ("python -m benchmarks cluster", "python -m benchmarks faults")
+ROOTS = ("python -m benchmarks cluster",)
 LONG = tuple(start for start in SMALLER if start.startswith("python -m benchmarks "))
 
 

@@ -83,7 +83,7 @@ WRONG_BENCHMARKS = {
     "convergence --more": "name the record to go on with: --record FILE",
     "convergence --more --record README.md": "record README.md: Expecting value",
     "convergence --more --record "
-    "benchmarks/records/soak.json": "was not written by python -m benchmarks convergence",
+    "benchmarks/records/scale.json": "was not written by python -m benchmarks convergence",
     "sparse --modes topk": "'topk' cannot be measured",
     "sparse --sources real": "'real' cannot be measured",
     "sparse --ranks 1": "give at least 2",

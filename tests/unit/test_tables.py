@@ -6,14 +6,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import zero_topo
-from benchmarks import faults, faults_report, soak, soak_report
 from benchmarks.removed_keys import removed_rows
 from tests import deepspeed_suite
 from tests.documents import PAGES, README, record, row, tables
@@ -98,11 +96,6 @@ def scheme_rows(short: bool = False) -> list[str]:
     return [row([*cells[:2], *cells[3:6], cells[8]] if short else cells) for cells in found]
 
 
-def fault_rows() -> list[str]:
-    """The table of faults, from the record committed."""
-    return [row(cells) for cells in faults_report.rows(record("faults")["results"])]
-
-
 def suite_rows() -> list[str]:
     """How DeepSpeed's own tests ended, from the record committed."""
     known, ways = (
@@ -127,11 +120,6 @@ def suite_reasons() -> list[str]:
         row([str(count), ", ".join(f"`{name}`" for name in reason["blocks"]), reason["why"]])
         for count, reason in zip(counts, known["reasons"], strict=True)
     ]
-
-
-def soak_rows() -> list[str]:
-    """The table of the long run, from the record committed."""
-    return [row(cells[:-1]) for cells in soak_report.rows(record("soak")["results"])]
 
 
 def feature_rows() -> list[str]:
@@ -182,8 +170,6 @@ def refusal(changed: dict[str, Any]) -> str:
         ("schemes", scheme_rows),
         ("schemes, short", lambda: scheme_rows(short=True)),
         ("refusals", refusal_rows),
-        ("faults", fault_rows),
-        ("soak", soak_rows),
         ("deepspeed suite", suite_rows),
         ("deepspeed suite, reasons", suite_reasons),
         ("features", feature_rows),
@@ -253,41 +239,6 @@ def test_figures_in_the_text_are_those_of_the_records(
     """A new record changes the words next to its table too."""
     text = " ".join(page.read_text().split())
     assert not [sentence for sentence in sentences() if sentence not in text]
-
-
-def test_twenty_eight_faults_in_a_row_changed_no_bit() -> None:
-    """Ranks were killed, stopped and raised in every phase; every rank that could, said so, and
-    launches ended.
-    """
-    content = record("faults")
-    drawn = faults.drawn(content["settings"]["rounds"], content["settings"]["seed"])
-    assert len(drawn) == len(content["results"]) >= 28
-    for fault, found in zip(drawn, content["results"], strict=True):
-        assert {key: found[key] for key in ("kind", "phase", "step", "rank")} == asdict(fault)
-        assert found["equal"] and (found["ended_s"] is not None) == (fault.kind in faults.ENDED)
-        assert len(found["told_s"]) >= {"killed": 2, "raised": 2, "stopped": 3, "nan": 0}.get(
-            fault.kind, 4
-        )
-    assert {fault.kind for fault in drawn} == set(faults.KINDS)
-    assert {(kind, phase) for kind in faults.ANYWHERE for phase in faults.PHASES} <= {
-        (f.kind, f.phase) for f in drawn
-    }
-
-
-def test_nothing_grew_in_the_long_run() -> None:
-    """Of two thousand steps, by the samples of the record, and by the bounds of today."""
-    content = record("soak")
-    assert content["settings"]["steps"] == content["samples"][-1]["step"] == 2000
-    assert content["results"] == soak.growth(content["samples"])
-    assert all(row["flat"] for row in content["results"])
-
-
-def test_what_grows_in_the_long_run_is_not_flat() -> None:
-    """One descriptor is enough, on one rank."""
-    samples = [{"ranks": [dict.fromkeys(soak.ALLOWED, 1000) for _ in range(2)]} for _ in range(20)]
-    assert all(row["flat"] for row in soak.growth(samples))
-    samples[-1]["ranks"][1]["descriptors"] += 1
-    assert [row["name"] for row in soak.growth(samples) if not row["flat"]] == ["descriptors"]
 
 
 LOSSES = [
