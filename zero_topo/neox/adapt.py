@@ -19,9 +19,8 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Literal, get_args
-
-from zero_topo.neox.config import checkout
 
 
 def reach(neox_path: str | None) -> None:
@@ -34,11 +33,11 @@ def reach(neox_path: str | None) -> None:
         ValueError: if there is no NeoX, or something it imports is not installed.
     """
     if neox_path is not None:
-        sys.path.insert(0, str(checkout(neox_path)))
-    elif importlib.util.find_spec("megatron") is None:
+        sys.path.insert(0, str(Path(neox_path).resolve()))
+    if importlib.util.find_spec("megatron") is None:
         raise ValueError(
-            "GPT-NeoX is not found; set NEOX_PATH or --neox-path to a checkout of "
-            "EleutherAI/gpt-neox"
+            f"NEOX_PATH = {neox_path}: no GPT-NeoX is there; set NEOX_PATH or --neox-path to a "
+            "checkout of EleutherAI/gpt-neox"
         )
     from zero_topo.hook.install import enable
 

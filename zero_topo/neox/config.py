@@ -105,17 +105,3 @@ def part(whole: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """Return a block, or an empty one if it is absent or not an object."""
     found = whole.get(key)
     return found if isinstance(found, Mapping) else {}
-
-
-def checkout(neox_path: str) -> Path:
-    """Return the folder of a checkout of NeoX.
-
-    Raises:
-        ValueError: if it is none.
-    """
-    path = Path(neox_path).resolve()
-    if not (path / "megatron").is_dir():
-        raise ValueError(
-            f"NEOX_PATH = {neox_path}: holds no folder megatron; give a checkout of gpt-neox"
-        )
-    return path
