@@ -20,8 +20,6 @@ from benchmarks import (
     convergence,
     convergence_report,
     scale_report,
-    sparse,
-    sparse_report,
 )
 from benchmarks.choice import load_blocks, load_record, read_rate, read_shape, schemes_named
 from benchmarks.emulated_cluster import network
@@ -229,40 +227,6 @@ def convergence_command(options: ConvergenceOptions) -> None:
         one_process=options.one_process,
     )
     measure(options, convergence_report, wanted.ticks(), partial(convergence.run, wanted))
-
-
-@dataclass(frozen=True)
-class SparseOptions(Outputs):
-    """Of ``benchmarks sparse``."""
-
-    modes: Annotated[str, typer.Option(help="Comma-separated; all, and dense, if empty.")] = ""
-    densities: Annotated[str, typer.Option(help="Shares that a rank selects, comma-separated.")] = (
-        "0.1,0.01,0.001"
-    )
-    ranks: Annotated[str, typer.Option(help="Sizes of the group, comma-separated.")] = "4,8,16"
-    sources: Annotated[str, typer.Option(help="Of gradients: synthetic, model.")] = (
-        "synthetic,model"
-    )
-    numel: Annotated[str, typer.Option(help="Elements of a gradient.")] = "1048576"
-    steps: Annotated[int, typer.Option(min=1, help="Steps to measure with each.")] = 8
-
-
-@app.command("sparse")
-@taking(SparseOptions)
-def sparse_command(options: SparseOptions) -> None:
-    """Compare the sparse modes of sync on the same gradients: bytes, time, and what they
-    leave out.
-    """
-
-    wanted = sparse.SparseBench(
-        modes=tuple(words_of(options.modes)) or sparse.MODES,
-        densities=tuple(float(word) for word in words_of(options.densities)),
-        ranks=tuple(read_count(word, "--ranks") for word in words_of(options.ranks)),
-        sources=tuple(words_of(options.sources)),
-        numel=read_count(options.numel, "--numel"),
-        steps=options.steps,
-    )
-    measure(options, sparse_report, wanted.ticks(), partial(sparse.run, wanted))
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ batch: its gradient is exact.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache, partial
 from types import MappingProxyType
 from typing import Any
@@ -21,11 +22,12 @@ from torch import Tensor, clamp
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
-from benchmarks.sparse import DENSE, data_parallel
-from benchmarks.sparse_ranks import Mode, Optimizer, parts
+from benchmarks.bare import bare_engine, matrices
+from benchmarks.schemes import PLAIN
 from benchmarks.training import EVALUATION_BATCHES, build_model, change
 from benchmarks.training_setup import TrainingSetup
 from tests.harness import run_threads
+from zero_topo.config import ZeroTopoConfig, resolve_config
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.examples.data import Corpus, batch
 from zero_topo.examples.gpt import GPT
@@ -33,16 +35,73 @@ from zero_topo.examples.train_gpt import EVALUATION_SEED, warm_up_and_cosine
 from zero_topo.quant.operators import select
 from zero_topo.sync import Moment
 from zero_topo.sync.optimizers import AdamS, AgedAdamW
+from zero_topo.topology.presets import emulated
 
 OPTIMIZERS: Mapping[str, Any] = MappingProxyType(
     {"AdamW": torch.optim.AdamW, "AdamS": AdamS, "AgedAdamW": AgedAdamW}
 )
 TIMEOUT_S = 36_000.0
+DENSE = "dense"
 CLIP = 1.0
 text = cache(partial(Corpus.load, None))
 
 
-class Trained(Optimizer):
+def data_parallel(sync: dict[str, Any]) -> dict[str, Any]:
+    """The block of plain data parallelism: every rank stores everything, nothing is quantized.
+
+    Where sums stay with their owners (``"sharded"``), the optimizer states are sharded.
+    """
+    optimizer = "world" if sync.get("sharded") else "rank"
+    everything = {"weights": "rank", "gradients": "rank", "optimizer": optimizer}
+    return {**everything, "quantize": PLAIN, "sync": sync}
+
+
+def parts(vector: Tensor, shapes: Sequence[torch.Size]) -> Iterator[Tensor]:
+    """Views of consecutive parts of a vector in these shapes."""
+    pieces = vector.split([shape.numel() for shape in shapes])
+    return (piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True))
+
+
+class Mode:
+    """Reduces with a mode of sync, in an FP32 engine; its gradient buffer alone is used.
+
+    Attributes:
+        engine: the engine.
+        optimizer: has ``moments`` and ``step``; set before the first step.
+    """
+
+    def __init__(self, shapes: Sequence[torch.Size], block: dict[str, Any]) -> None:
+        config = resolve_config(ZeroTopoConfig.parse(block), emulated(dist.get_world_size(), 1, 1))
+        parameters = matrices([shape.numel() for shape in shapes])
+        parameters = [
+            replace(p, dims=len(shape)) for p, shape in zip(parameters, shapes, strict=True)
+        ]
+        self.optimizer: Any = None
+        self.engine = bare_engine(
+            config, parameters, moments=lambda: self.optimizer.moments(self.engine)
+        )
+        self._shapes = shapes
+
+    def reduce(self, gradients: Sequence[Tensor]) -> int:
+        """Reduce this rank's gradients and take a step; return the bytes that the mode sent."""
+        engine = self.engine
+        engine.gradients.scatter(range(len(self._shapes)), gradients, last=False)
+        engine.gradients.sync()
+        self.optimizer.step(engine, engine.gradients.optimizer_rows())
+        engine.end_step(skipped=False)
+        sent = engine.meter.last_step.items()
+        return sum(nbytes for (phase, _), nbytes in sent if phase == "sync")
+
+    def flat(self, table: Tensor) -> Tensor:
+        """The elements of all parameters without padding, ``[n]``, of a table of their shards."""
+        shard_ranges = self.engine.layout.shard_ranges(range(len(self._shapes)))
+        shards = zip(shard_ranges, self._shapes, strict=True)
+        return torch.cat(
+            [table[:, begin:end].reshape(-1)[: shape.numel()] for (begin, end), shape in shards]
+        )
+
+
+class Trained:
     """The optimizer of a job, on flat FP32 weights in the layout of their gradients, with clipping
     and a schedule.
     """
@@ -130,9 +189,7 @@ def train(
             loss = loss_of(
                 model, corpus.train, seed, step, range(ranks) if threads == 1 else [rank]
             )
-            mode.add(torch.autograd.grad(loss, params))
-            mode.reduce()
-            sent += mode.end()[1] / settings["steps"]
+            sent += mode.reduce(torch.autograd.grad(loss, params)) / settings["steps"]
             losses.append(float(loss.detach()))
             with torch.no_grad():
                 if sharded:

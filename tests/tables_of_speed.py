@@ -56,28 +56,6 @@ def cluster_rows_in_short() -> list[str]:
     return rows
 
 
-def sparse_rows() -> list[str]:
-    """The table of modes side by side, from the record committed; its seconds are left out."""
-    rows = []
-    for result in record("sparse-papers")["results"]:
-        words = result["words_per_k"] * result["ranks"] / (result["ranks"] - 1)
-        busiest = words * result["bytes_busiest"] / result["bytes_per_rank"]
-        counts = ["-", "-"] if result["density"] == 1 else [f"{words:.2f}", f"{busiest:.2f}"]
-        sent = format_bytes(result["bytes_per_rank"])
-        rows.append(
-            row(
-                [
-                    f"`{result['mode']}`",
-                    sent,
-                    *counts,
-                    f"{result['error']:.2f}",
-                    f"{result['xi']:.2f}",
-                ]
-            )
-        )
-    return rows
-
-
 def muon_rows() -> list[str]:
     """The table of Muon on the emulated cluster, from the record committed; steps of a busy machine
     are left out.
@@ -338,7 +316,6 @@ SPEEDS: Mapping[str, Callable[[], list[str]]] = MappingProxyType(
         "gpu, large": gpu_large_rows,
         "gpu, H100": gpu_h100_rows,
         "gpu, times": gpu_time_rows,
-        "sparse": sparse_rows,
         "scale": scale_rows,
     }
 )

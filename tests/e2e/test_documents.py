@@ -48,9 +48,6 @@ SMALLER = {
     "python -m benchmarks cluster": "--schemes topo --micro-batches 1 --warmup 1 --steps 2 "
     "--params 1e5 --layers 1",
     "python -m benchmarks scale": "--ranks 8 --schemes topo --params 2 --repeats 1 --real-ranks 0",
-    "python -m benchmarks sparse": (
-        "--modes oktopk_unbalanced,powersgd_1 --densities 0.01 --ranks 2 --numel 10000 --steps 1"
-    ),
     "python -m benchmarks convergence --one-process": "--steps 10 --seeds 1 --params 5e4 --layers "
     "1",
     "python -m benchmarks convergence": "--schemes topo --steps 10 --seeds 1 --params 5e4 --layers "

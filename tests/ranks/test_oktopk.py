@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.sparse_ranks import Unbalanced
 from tests.documents import README
 from tests.harness import run_threads
 from tests.ranks.test_sparse_modes import DATA_PARALLEL, observed, run, sparse_world
@@ -27,6 +26,18 @@ CONTEXT = 32
 gpt = partial(GPT, layers=1, width=32, context=CONTEXT)
 NUMEL = sum(p.numel() for p in gpt().parameters())
 DENSITY, REUSE = 0.02, 10
+
+
+class Unbalanced(oktopk.OkTopk):
+    """Ok-Topk without its balancing: regions are equally wide, and all chosen sums of a region are
+    sent by its owner.
+    """
+
+    def _balanced(self, selected: Selected) -> Tensor:
+        return self.fresh().bounds
+
+    def _spread(self, own: Selected, counts: list[int]) -> tuple[Selected, list[int]]:
+        return own, counts
 
 
 class Seen(NamedTuple):

@@ -29,7 +29,7 @@ from tests.ranks.test_sparse_modes import (
     observed,
     sparse_world,
 )
-from tests.ranks.worlds import PLAIN, World, owned, shuffled, synced, world
+from tests.ranks.worlds import PLAIN, World, owned, residual_table, shuffled, synced, world
 from zero_topo.cli import main
 from zero_topo.engine.residual_transfer import FILE, STATE_KEY, age_rows, carried, carry, restore
 from zero_topo.engine.shards import Layout
@@ -84,7 +84,7 @@ def residuals_after(
             )
         unsent = mode_of(engine).residual_owners()
         assert unsent is not None
-        return list(zip(unsent.owners, mode_of(engine).residual_table(), strict=True))
+        return list(zip(unsent.owners, residual_table(mode_of(engine)), strict=True))
 
     total: dict[int, Tensor] = defaultdict(lambda: torch.zeros(w.columns))
     for residuals in run_threads(w.size, rank_main):
@@ -191,7 +191,7 @@ def test_state_of_other_settings_is_not_misread(
             engine.end_step(skipped=False)
         saved, engine = engine.state_dict(), new.engine()
         engine.load_state_dict(saved)
-        loaded = mode_of(engine).residual_table()
+        loaded = residual_table(mode_of(engine))
         synced(engine, new.grads(rank, 3))
         return loaded, observed(engine)
 

@@ -19,7 +19,7 @@ from tests.harness import run_threads
 from tests.marks import often
 from tests.ranks.test_sparse_modes import DATA_PARALLEL
 from tests.ranks.trainer import Trainer
-from tests.ranks.worlds import NUMELS, PLAIN, World, owned, world
+from tests.ranks.worlds import NUMELS, PLAIN, World, owned, residual_table, world
 from zero_topo import AdamS
 from zero_topo.config.sparse_config import ScapeSync
 from zero_topo.cost import Workload, step_bytes
@@ -232,7 +232,7 @@ def test_nothing_is_lost(setting: str, numel: int, density: float, value_dtype: 
             lo, hi = plan.stages(plan.gradients, plan.world_size)[-1]
             own = seen.momentum[trainer.engine.layout.row(plan.optimizer)]
             found.append(
-                (own, list(zip(plan.group(rank, lo, hi), mode.residual_table(), strict=True)))
+                (own, list(zip(plan.group(rank, lo, hi), residual_table(mode), strict=True)))
             )
         return found
 

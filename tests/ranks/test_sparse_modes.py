@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.bare import fake_world
 from tests.harness import run_threads
 from tests.marks import late, often
-from tests.ranks.worlds import NUMELS, PLAIN, World, owned, synced, world
+from tests.ranks.worlds import NUMELS, PLAIN, World, owned, residual_table, synced, world
 from zero_topo import AgedAdamW
 from zero_topo.config.sparse_config import share
 from zero_topo.config.sync_config import DenseSync
@@ -80,9 +80,7 @@ def observed(engine: Stage3) -> Step:
         if plan.gradients < plan.world_size
         else (1, 1)
     )
-    residuals = list(
-        zip(plan.group(engine.layout.rank, lo, hi), mode.residual_table(), strict=True)
-    )
+    residuals = list(zip(plan.group(engine.layout.rank, lo, hi), residual_table(mode), strict=True))
     sent = sum(n for (phase, _), n in engine.meter.last_step.items() if phase == "sync")
     return Step(own, rows, residuals, sent, mode.report())
 

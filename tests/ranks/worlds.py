@@ -20,6 +20,8 @@ from zero_topo.engine.stage3 import Stage3
 from zero_topo.engine.weights import Weights
 from zero_topo.plan import Plan
 from zero_topo.sync import Moment
+from zero_topo.sync.scape import Scape
+from zero_topo.sync.sparse import Sparse
 from zero_topo.topology.model import Topology
 from zero_topo.topology.presets import emulated
 
@@ -283,3 +285,18 @@ def assert_changes_nothing(w: World, rank_main: Callable[[int, bool], Tensor]) -
     for found, expected in zip(run_threads(w.size, rank_main, True), plain, strict=True):
         assert torch.equal(found, expected)
     return plain
+
+
+def residual_table(mode: Sparse) -> Tensor:
+    """The residual in the columns of a gradient shard, FP32 ``[P, F]``, zero in other columns; of
+    SCAPE with the momentum that waits at its owner.
+    """
+    table = mode._zeros(mode.context.columns)
+    rows = mode.residual_rows()
+    for parameter, (first, past) in zip(mode._included, mode._places, strict=True):
+        begin, end = parameter.shard_range
+        if rows is not None:
+            table[:, begin:end] = rows[:, first:past]
+        if isinstance(mode, Scape):
+            table[mode.peers.index, begin:end] += mode._state.momentum[first:past]
+    return table

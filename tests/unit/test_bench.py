@@ -7,9 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
-from benchmarks import quantizers, ranks, sparse, sparse_ranks
+from benchmarks import quantizers, ranks
 from benchmarks.__main__ import main as benchmarks
 
 KEYS = {
@@ -80,37 +79,7 @@ def test_the_command_writes_record_and_picture_and_prints_json(
     assert (tmp_path / "quantizers.png").stat().st_size > 1000
 
 
-def test_ranks_that_memory_cannot_hold_are_refused_before_any_starts(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`--ranks 99999` once filled the machine; nor does a smaller size of the same run start
-    first.
-    """
-
-    def started(*_: object) -> None:
-        raise AssertionError("ranks were started")
-
-    monkeypatch.setattr(sparse, "Ranks", started)
-    status, said = (
-        benchmarks(["sparse", "--modes", "dense", "--ranks", "2,99999"]),
-        capsys.readouterr().err,
-    )
-    assert (
-        status == 2
-        and len(said.splitlines()) == 1
-        and "99,999 ranks of" in said
-        and "take at most" in said
-    )
+def test_ranks_that_memory_cannot_hold_are_refused_before_any_starts() -> None:
+    """99,999 ranks once filled the machine."""
     with pytest.raises(ValueError, match="99,999 ranks of"):
         ranks.Ranks("a:b", {}, [ranks.Place({})] * 99_999)
-
-
-def test_xi_compares_with_the_largest_sums() -> None:
-    """The two largest of [3, -5, 0, 2] are 3 and -5; a mode that delivers 3 and 2 misses [0, -5, 0,
-    -2].
-    """
-    gradient, residual = torch.tensor([[3.0, -1, 0, 2], [0, -4, 0, 0]], dtype=torch.float64)
-    synced = torch.tensor([3.0, 0, 0, 2])
-    assert sparse_ranks.xi(synced, gradient, gradient + residual, 2) == pytest.approx(
-        (29 / 14) ** 0.5
-    )

@@ -11,8 +11,8 @@ import torch
 
 from benchmarks.choice import schemes_named
 from benchmarks.convergence import CHANGE, Convergence, compare, joined, run
+from benchmarks.in_process import data_parallel
 from benchmarks.schemes import BenchScheme
-from benchmarks.sparse import data_parallel
 from benchmarks.training import build_model, change, products_in_fp32
 from benchmarks.training_setup import TrainingSetup
 

@@ -226,14 +226,6 @@ class Scape(Masked):
 
     # -- state -------------------------------------------------------------------------------------
 
-    def residual_table(self) -> Tensor:
-        """Return the residual with the momentum that waits at its owner, FP32 ``[P, F]``."""
-        table = super().residual_table()
-        for parameter, (first, past) in zip(self._included, self._places, strict=True):
-            begin, end = parameter.shard_range
-            table[self.peers.index, begin:end] += self._state.momentum[first:past]
-        return table
-
     def fresh(self) -> ScapeState:
         """Return a state whose mask contains all elements, without momentum."""
         rows = self.peers.size

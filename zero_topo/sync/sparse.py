@@ -459,18 +459,6 @@ class Sparse(Crossing):
         state = exchanges[-1].state
         return self._state if state is None else state
 
-    def residual_table(self) -> Tensor:
-        """Return the residual in the columns of a gradient shard, FP32 ``[P, F]``, zero in other
-        columns.
-        """
-        table = self._zeros(self.context.columns)
-        rows = self.residual_rows()
-        if rows is not None:
-            for parameter, (first, past) in zip(self._included, self._places, strict=True):
-                begin, end = parameter.shard_range
-                table[:, begin:end] = rows[:, first:past]
-        return table
-
     def residual_rows(self) -> Tensor | None:
         """Return a copy of the residual ``[P, C]`` in the host's memory; None without error
         feedback.
