@@ -14,39 +14,26 @@ from zero_topo.cli.job import JobOptions, job_of_config, machine_of, model_of, t
 from zero_topo.cli.options import taking
 from zero_topo.cli.output import print_json, print_notes
 from zero_topo.cli.plan import machine_notes
-from zero_topo.cli.tables import LEGEND, Costs, costs_json, plans_table, show
+from zero_topo.cli.tables import LEGEND, costs_json, plans_table, show
 from zero_topo.config import (
     AUTO,
     ZeroTopoConfig,
+    deepspeed_hints,
     deepspeed_problems,
     is_automatic,
     load_deepspeed_config,
     resolve_config,
 )
 from zero_topo.config.deepspeed_json import muon_clipping, with_environment_block
+from zero_topo.config.deepspeed_parts import lookup
 from zero_topo.config.stock_keys import translate
 from zero_topo.cost.bounds import Cost, cost_of
 from zero_topo.cost.rule import before_a_model, fewest_ranks, plan_for
 from zero_topo.cost.tensor import tree_of
 from zero_topo.doctor.refusals import deepspeed_refusals, unasked
-from zero_topo.observe.documents import Document, Resolved
 from zero_topo.topology import Topology, preset_names
 from zero_topo.topology.render import render_tree
 from zero_topo.versions import SUPPORTED, default_clipping, installed, installed_refusals
-
-
-class Checked(Document):
-    """``check``: the plan is null while the model that decides it is not known, the cost without a
-    model.
-    """
-
-    topology: Topology
-    plan: Resolved | None
-    cost: Costs | None
-    notes: list[str]
-
-
-DOCUMENT = Checked
 
 
 @taking(JobOptions)
@@ -67,6 +54,7 @@ def check(
         found, notes = _machine(options, block, loaded)
     clipping = default_clipping(installed("deepspeed") or SUPPORTED["deepspeed"].pinned)
     notes += [*translate(loaded, optimizer=True).lines, *muon_clipping(loaded, clipping)]
+    notes += deepspeed_hints(loaded)
     tree = tree_of(found, tensor_of(loaded))
     resolved = None
     cost: Cost | None = None
@@ -84,7 +72,7 @@ def check(
     else:
         resolved = resolve_config(block, tree)
         notes += [*resolved.notes, "memory, bytes and seconds: --params 13B, or --model NAME"]
-    if (loaded.get("expert_parallel") or {}).get("enabled") is True:
+    if lookup(loaded, "expert_parallel.enabled") is True:
         notes.append("expert parallelism is not counted: plan and costs are those without it")
     notes = list(dict.fromkeys(filter(None, [*notes, unasked()])))
     if options.as_json:

@@ -10,20 +10,8 @@ import typer
 
 from zero_topo.cli.options import MACHINES
 from zero_topo.cli.output import print_json
-from zero_topo.doctor.finding import Finding
-from zero_topo.observe.documents import Document
 from zero_topo.topology.presets import load_machine
 
-
-class Findings(Document):
-    """``doctor``."""
-
-    machine: str | None
-    findings: list[Finding]
-    failed: int
-
-
-DOCUMENT = Findings
 SICK = 1
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 

@@ -18,7 +18,7 @@ from zero_topo.cli.inputs import naming, read_deepspeed_config, refuse
 from zero_topo.cli.job import JobOptions, job_of_config, machine_of, model_of
 from zero_topo.cli.options import Force, taking
 from zero_topo.cli.output import print_json, print_notes
-from zero_topo.cli.tables import LEGEND, Costs, costs_json, plans_table, show
+from zero_topo.cli.tables import LEGEND, costs_json, plans_table, show
 from zero_topo.config import (
     ZeroTopoConfig,
     deepspeed_hints,
@@ -34,7 +34,6 @@ from zero_topo.cost.rule import plan_for
 from zero_topo.cost.transformer import SEQUENCE, scaled
 from zero_topo.cost.volume import by_domain, loco_bytes, step_bytes, stock_config
 from zero_topo.doctor.refusals import deepspeed_refusals, unasked
-from zero_topo.observe.documents import Document
 from zero_topo.observe.files import check_files
 from zero_topo.topology import Topology
 
@@ -42,18 +41,6 @@ BEFORE = "before"
 AFTER = "after"
 EMPTY = "empty"
 USUAL_PARAMS = 10**9
-
-
-class Migrated(Document):
-    """``migrate``; the costs are of "before", "after" and "empty"."""
-
-    config: dict[str, Any]
-    translated: list[str]
-    differences: list[str]
-    costs: dict[str, Costs] | None
-
-
-DOCUMENT = Migrated
 
 
 @taking(JobOptions)

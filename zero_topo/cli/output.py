@@ -89,21 +89,6 @@ def print_notes(notes: Iterable[str]) -> None:
         print(f"- {note}")
 
 
-def fill(kind: Any, *sources: object, **given: Any) -> dict[str, Any]:
-    """Return an object of a :class:`Document`: its keys are given, or attributes of the first
-    source that has them.
-    """
-
-    def value(key: str) -> Any:
-        return (
-            given[key]
-            if key in given
-            else next(getattr(of, key) for of in sources if hasattr(of, key))
-        )
-
-    return {key: value(key) for key in kind.__annotations__}
-
-
 def print_json(content: Mapping[str, Any]) -> None:
     """Print a JSON object to standard output; dataclasses in it are objects too.
 

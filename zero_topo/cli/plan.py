@@ -13,7 +13,7 @@ import typer
 from zero_topo.cli.job import JobOptions, machine_of, model_of
 from zero_topo.cli.options import taking
 from zero_topo.cli.output import print_json, print_notes
-from zero_topo.cli.tables import LEGEND, Costs, costs_json, plans_table, show
+from zero_topo.cli.tables import LEGEND, costs_json, plans_table, show
 from zero_topo.config import AUTO, SCHEMES, ZeroTopoConfig, is_automatic, resolve_config
 from zero_topo.config.schemes import DEFAULT_SCHEME
 from zero_topo.cost.bounds import Cost, cost_of, rates_of
@@ -21,7 +21,6 @@ from zero_topo.cost.job import Job
 from zero_topo.cost.memory import activation_bytes
 from zero_topo.cost.rule import choose, plan_for, usable
 from zero_topo.cost.tensor import tree_of
-from zero_topo.observe.documents import Document
 from zero_topo.observe.files import PLANS, check_files, write_png
 from zero_topo.topology import Topology
 from zero_topo.topology.discover import ALONE
@@ -47,21 +46,6 @@ class PlanOptions(JobOptions):
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.png", help="Draw the memory of each plan.")
     ] = None
-
-
-class Planned(Document):
-    """``plan``."""
-
-    topology: Topology
-    params: int
-    setting: str
-    memory_limit: int | None
-    default: str
-    notes: list[str]
-    plans: dict[str, Costs]
-
-
-DOCUMENT = Planned
 
 
 @taking(PlanOptions)

@@ -12,7 +12,6 @@ from zero_topo.config import ResolvedConfig
 from zero_topo.cost.bounds import Cost
 from zero_topo.cost.rule import usable
 from zero_topo.observe.console import figures_table, wide_console
-from zero_topo.observe.documents import Degrees, Document
 from zero_topo.observe.tables import bytes_or_dash
 from zero_topo.topology.model import LINKED_DOMAINS
 from zero_topo.units import format_bytes, format_seconds
@@ -24,18 +23,6 @@ LEGEND = (
     "sent: by each rank in a step, over the links of a GPU, a node, and between nodes",
     "a step takes at least the longest of computing and each link, at most all one after the other",
 )
-
-
-class Costs(Document):
-    """Of a plan: bytes of a rank, and seconds of a step, which are null where rates are unknown."""
-
-    degrees: Degrees
-    quantizes: list[str]
-    memory: dict[str, int]
-    fits: bool
-    sent_by_domain: dict[str, int]
-    at_least_s: float | None
-    at_most_s: float | None
 
 
 def costs_json(cost: Cost) -> dict[str, Any]:
