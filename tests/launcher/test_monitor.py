@@ -24,6 +24,7 @@ from tests.launcher.training import Job, advance, block, largest_difference, run
 from tests.marks import late
 from zero_topo.observe.runlog import read_metrics, read_report
 from zero_topo.observe.tables import render
+from zero_topo.units import format_count
 
 STEPS, MICRO_BATCHES = 3, 2
 RADIUS = {"mode": "radius", "density": 0.1, "interval": 2}
@@ -183,7 +184,8 @@ def test_auto_chooses_explains_and_trains_as_zero3(
     ]
     assert bool(said) == (rank == 0)
     for line in said[:1]:
-        assert f"; {numel:,} parameters, counted as " in line and " is the fastest of the " in line
+        assert line.startswith("weights on ") and "optimizer states on 4 ranks; needs " in line
+        assert f"counted for {format_count(numel)} parameters, as " in line
     assert (found.config.sync.MODE, found.config.publish.delta, found.config.weights_spec) == (
         "dense",
         None,

@@ -27,7 +27,7 @@ def last_step(pace: Pace, *passes: list[Any]) -> dict[str, float]:
 
 
 def test_a_step_is_all_of_its_micro_batches() -> None:
-    """FLOPs are three forward passes of the planner's model of that size; MFU is their share of the
+    """FLOPs are three forward passes of the usual model of that size; MFU is their share of the
     peak.
     """
     last = last_step(Pace(125_000_000, 1e12), [IDS], [IDS])

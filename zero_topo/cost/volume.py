@@ -174,7 +174,7 @@ class Workload:
     def once(self, key: object, compute: Callable[[], T]) -> T:
         """Return what ``compute`` returned for a key when it was first asked for.
 
-        A planner prices hundreds of plans of one model: most of them ask for the same shards, and a
+        The rule prices dozens of plans of one model: most of them ask for the same shards, and a
         model may have tens of thousands of parameters.
         """
         if key not in self._known:

@@ -57,8 +57,8 @@ class Stats:
         peak_memory: peak bytes of tensors on this rank's device; on a CPU, peak bytes of the
             process.
         on_device: whether ``peak_memory`` is that of a device.
-        predicted_memory: role -> bytes on this rank at the peak of a step, as the planner predicts
-            them; empty without an optimizer.
+        predicted_memory: role -> predicted bytes on this rank at the peak of a step;
+            empty without an optimizer.
         pace: ``tokens_per_s``, ``tflops`` and ``mfu`` of this rank in the last optimizer step, as
             far as known.
         experts: with expert parallelism, the plan and the model of the experts; bytes are counted
