@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
+from inspect import ismethod
 from typing import Any
 
 import torch
@@ -42,12 +43,14 @@ from zero_topo.engine.agreement import check_replicas
 from zero_topo.engine.gradients import Gradients
 from zero_topo.engine.shards import Layout
 from zero_topo.fsdp.host import Host, no_optimizer, own_parameters, sharded_modules
-from zero_topo.fsdp.parts import Part
+from zero_topo.fsdp.inner import Link, is_flat, masters_of, without_params
+from zero_topo.fsdp.parts import Part, trainable
 from zero_topo.fsdp.publish import Publisher
 from zero_topo.fsdp.residuals import summed_residuals
 from zero_topo.fsdp.settings import follow
+from zero_topo.fsdp.trial import check_elementwise
 from zero_topo.plan import packed_runs
-from zero_topo.quant.operands import DTYPES, FLOATS, way_to_floats
+from zero_topo.quant.operands import DTYPES
 from zero_topo.quant.ops import cast_to
 from zero_topo.sync import Moment, Parameter, SyncContext, build_mode
 
@@ -101,14 +104,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().__init__(params, {})
         self.host = host
         self.parts = self._cut({param for group in self.param_groups for param in group["params"]})
-        of_parts = []
-        for group in self.param_groups:
-            masters = [self.parts[param].master for param in group["params"]]
-            of_parts.append({**group, "params": masters})
-        self.inner = kind(of_parts, **settings)
+        device = next(iter(self.parts.values())).master.device
+        check_elementwise(kind, self.param_groups, settings, device)
+        self.inner = kind(masters_of(self.param_groups, self.parts), **settings)
         self.defaults = self.inner.defaults
-        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            group.update(_without_params(inner))
+        self._link = Link(self, self.inner, self.parts)
+        self._link.take()
         self._build()
         # Parts whose gradient has arrived since the last step.
         self._arrived: dict[Part, None] = {}
@@ -139,7 +140,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         parts: dict[Tensor, Part] = {}
         for name, param in host.model.named_parameters():
             if param in chosen:
-                parts[param] = Part(name, _checked(name, param), host)
+                parts[param] = Part(name, trainable(name, param), host)
         if unknown := chosen - parts.keys():
             raise ValueError(
                 f"{len(unknown)} parameters of the optimizer are not the model's, such as one of "
@@ -226,6 +227,31 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "parameters cannot be added to a sharded optimizer; build it anew with all groups"
             )
         super().add_param_group(param_group)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what only the inner optimizer has, such as ``train`` of a schedule-free one.
+
+        Private names are left out: by one of them a fused optimizer asks torch's ``GradScaler`` for
+        gradients that are still scaled.
+        """
+        inner = self.__dict__.get("inner")
+        if inner is None or name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        value = getattr(inner, name)
+        return partial(self._call, name, value) if ismethod(value) else value
+
+    def _call(self, name: str, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Call a method of the inner optimizer. Collective, if it changes weights."""
+        parts = self.parts.values()
+        self._link.give()
+        versions = [part.master._version for part in parts]
+        result = method(*args, **options)
+        self._link.take()
+        # Schedule-free optimizers change weights here, some without a new version.
+        changes = name in ("train", "eval")
+        if changes or versions != [part.master._version for part in parts]:
+            self._publish()
+        return result
 
     # -- backward pass -----------------------------------------------------------------------------
 
@@ -372,30 +398,53 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Sync what is not synced yet, update this rank's part, send new weights. Collective."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._sync()
-        for part in self.parts.values():
-            part.follow_edits()
-            part.take_gradient()
-        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            inner.update(_without_params(group))
+        given = () if closure is None else (self._evaluate(closure),)
+        self._take_gradients()
+        self._link.give()
         if self._only_makes_states():
-            self.inner.step()
+            result: Any = self.inner.step(*given)
             self._end_update()
-            return loss
+            return result
         with self._watched():
-            self.inner.step()
-        self.publisher.publish()
+            result = self.inner.step(*given)
+        self._publish()
         self.gradients.end_step(skipped=False)
         self._end_update()
         if self.host.config.debug_checks:
             stored = [part.local().view(-1) for part in self.parts.values()]
             check_replicas(self.host.mesh.plans, [torch.cat(stored)])
         self._end_meter()
-        return loss
+        return result
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Call a closure, and return one for the inner optimizer: its first call returns the loss,
+        and others evaluate the model with the weights as they then are.
+        """
+        with torch.enable_grad():
+            losses = [closure()]
+
+        @torch.no_grad()
+        def evaluate() -> Any:
+            if losses:
+                return losses.pop()
+            self._publish()
+            with torch.enable_grad():
+                loss = closure()
+            self._take_gradients()
+            return loss
+
+        return evaluate
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        """Send the masters to all ranks that store the shard."""
+        self.publisher.publish()
+        self.host.book("publish", self.publisher.moves())
+
+    def _take_gradients(self) -> None:
+        self._sync()
+        for part in self.parts.values():
+            part.take_gradient()
 
     def _only_makes_states(self) -> bool:
         """Return whether a step has no gradient of a backward pass and no learning rate.
@@ -409,10 +458,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _end_update(self) -> None:
         """Drop the gradients, and show the states of the updated parts."""
         self._forget()
-        for param, part in self.parts.items():
+        for part in self.parts.values():
             part.master.grad = None
-            if part.master in self.inner.state:
-                self.state[param] = self.inner.state[part.master]
+        self._link.take()
 
     def _end_meter(self) -> None:
         """End the meter's step, and that of the formulas, which follow what FSDP2 asked for."""
@@ -422,7 +470,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for ranges in context.runs:
             widths = [end - begin for begin, end in ranges]
             host.book("sync", sync.volume(context.plan, widths, context.dtype.itemsize))
-        host.book("publish", self.publisher.moves())
         self.formula = {key: nbytes for key, nbytes in host.formula.items() if nbytes}
         host.formula.clear()
         host.mesh.meter.end_step()
@@ -485,7 +532,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if part.published is not None:
                 entry[PUBLISHED] = part.published
             for key, value in entry.items():
-                if _is_flat(value, part):
+                if is_flat(value, part):
                     entry[key] = part.as_dtensor(value)
             if feedback:
                 entry[RESIDUAL] = part.lazily(part.master, partial(_of_part, residuals, part))
@@ -523,9 +570,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 part.published.copy_(published)
             if entry:
                 self.inner.state[part.master] = entry
-                self.state[part.param] = entry
         for group, own_group in zip(groups, self.param_groups, strict=True):
-            own_group.update(_without_params(group))
+            own_group.update(without_params(group))
+        self._link.give_settings()
+        self._link.take()
 
     @torch.no_grad()
     def _settled(self) -> Tensor:
@@ -546,33 +594,5 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [self.parts[param] for group in self.param_groups for param in group["params"]]
 
 
-def _without_params(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
-
-
 def _of_part(tensors: Callable[[], Mapping[Part, Tensor]], part: Part) -> Tensor:
     return tensors()[part]
-
-
-def _is_flat(value: Any, part: Part) -> bool:
-    """Return whether an entry of a state has a value for each element of a part."""
-    return isinstance(value, Tensor) and value.dim() > 0 and value.numel() == part.master.numel()
-
-
-def _checked(name: str, param: Tensor) -> DTensor:
-    """Return a parameter that can be trained here; raise ValueError, in one line, for another."""
-    if not isinstance(param, DTensor):
-        raise ValueError(f"{name} is not sharded by FSDP2; give it an optimizer of its own")
-    if param.dtype not in FLOATS:
-        raise ValueError(
-            f"{name} is {param.dtype}, and weights of FP32, BF16 or FP16 are trained; "
-            f"{way_to_floats(param.dtype)}"
-        )
-    if param.is_meta:
-        raise ValueError(f"{name} is on the meta device; call model.to_empty and set weights first")
-    if param.to_local().device.type != param.device_mesh.device_type:
-        raise ValueError(
-            f"{name} is on {param.to_local().device}: offloaded shards are not supported; leave "
-            "offload_policy out"
-        )
-    return param

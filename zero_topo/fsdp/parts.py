@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 
 from zero_topo.fsdp.host import Host
 from zero_topo.fsdp.part_tensor import PartTensor
-from zero_topo.quant.operands import DTYPES, View
+from zero_topo.quant.operands import DTYPES, FLOATS, View, way_to_floats
 
 PLACEMENTS = (Shard(0), Shard(0), Replicate())
 
@@ -252,3 +252,22 @@ def _padded(rows: Tensor, width: int) -> Tensor:
     """Return rows of at least ``width`` elements, zero-padded where they are shorter."""
     missing = width - rows.shape[-1]
     return pad(rows, (0, missing)) if missing else rows
+
+
+def trainable(name: str, param: Tensor) -> DTensor:
+    """Return a parameter that can be trained here; raise ValueError, in one line, for another."""
+    if not isinstance(param, DTensor):
+        raise ValueError(f"{name} is not sharded by FSDP2; give it an optimizer of its own")
+    if param.dtype not in FLOATS:
+        raise ValueError(
+            f"{name} is {param.dtype}, and weights of FP32, BF16 or FP16 are trained; "
+            f"{way_to_floats(param.dtype)}"
+        )
+    if param.is_meta:
+        raise ValueError(f"{name} is on the meta device; call model.to_empty and set weights first")
+    if param.to_local().device.type != param.device_mesh.device_type:
+        raise ValueError(
+            f"{name} is on {param.to_local().device}: offloaded shards are not supported; leave "
+            "offload_policy out"
+        )
+    return param

@@ -1,0 +1,382 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Optimizers under ``shard_optimizer``: those that do not update each element by itself are refused
+after a trial; of the others closures, methods and states are as under plain FSDP2.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import zero_topo.fsdp as topo
+from tests.harness import run_threads
+from tests.ranks.test_fsdp import EXACT, Job, on_machine
+from zero_topo import AdamS, AgedAdamW
+from zero_topo.fsdp.trial import check_elementwise
+
+CPU = torch.device("cpu")
+
+
+class Own(torch.optim.Optimizer):
+    """An optimizer of the user's, by a function that updates one parameter of a group."""
+
+    def __init__(self, params: Any, lr: Any = 1e-2, **settings: Any) -> None:
+        super().__init__(params, {"lr": lr, **settings})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.update(param, param.grad, group, float(group["lr"]))
+
+    def update(self, param: Tensor, grad: Tensor, group: Any, rate: float) -> None:
+        raise NotImplementedError
+
+
+class Lamb(Own):
+    """Adam's first step with a trust ratio."""
+
+    def update(self, param: Tensor, grad: Tensor, group: Any, rate: float) -> None:
+        direction = grad / (grad.abs() + 1e-6)
+        param.add_(direction, alpha=-rate * float(param.norm() / direction.norm()))
+
+
+class Lars(Own):
+    """A trust ratio with a small coefficient."""
+
+    def update(self, param: Tensor, grad: Tensor, group: Any, rate: float) -> None:
+        param.add_(grad, alpha=-rate * 1e-3 * float(param.norm() / grad.norm()))
+
+
+class LambOfMatrices(Lamb):
+    """A trust ratio for matrices alone."""
+
+    def update(self, param: Tensor, grad: Tensor, group: Any, rate: float) -> None:
+        if param.dim() > 1:
+            super().update(param, grad, group, rate)
+        else:
+            param.add_(grad, alpha=-rate)
+
+
+class AdamMini(Own):
+    """One second moment for a tensor, from the second step on."""
+
+    def update(self, param: Tensor, grad: Tensor, group: Any, rate: float) -> None:
+        old = self.state[param].get("mean", grad.square())
+        mean = self.state[param]["mean"] = 0.9 * old + 0.1 * grad.square().mean()
+        param.addcdiv_(grad, mean.sqrt() + 1e-8, value=-rate)
+
+
+class Clipped(Own):
+    """Clips an update that is larger than the last ones, as StableAdamW does."""
+
+    def update(self, param: Tensor, grad: Tensor, group: Any, rate: float) -> None:
+        old = self.state[param].get("square", grad.square())
+        square = self.state[param]["square"] = 0.99 * old + 0.01 * grad.square()
+        scale = (grad.square() / (square + 1e-12)).mean().sqrt().clamp(min=1)
+        param.addcdiv_(grad, scale * (square.sqrt() + 1e-8), value=-rate)
+
+
+class DecayOfMatrices(Own):
+    """Weight decay for matrices alone: no matrix is left of flat parts."""
+
+    def update(self, param: Tensor, grad: Tensor, group: Any, rate: float) -> None:
+        if param.dim() > 1:
+            param.mul_(1 - 0.1 * rate)
+        param.add_(grad, alpha=-rate)
+
+
+class GlobalClip(Own):
+    """Clips by the norm of all gradients before it updates."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        params = [param for group in self.param_groups for param in group["params"]]
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        super().step()
+
+    def update(self, param: Tensor, grad: Tensor, group: Any, rate: float) -> None:
+        param.add_(grad, alpha=-rate)
+
+
+class Noisy(Own):
+    """Adds noise, as Langevin dynamics does."""
+
+    def update(self, param: Tensor, grad: Tensor, group: Any, rate: float) -> None:
+        param.add_(grad + torch.randn_like(grad), alpha=-rate)
+
+
+class NeedsClosure(Own):
+    """SGD that evaluates the loss in its step, and returns it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        with torch.enable_grad():
+            loss = closure()
+        super().step()
+        return loss
+
+    def update(self, param: Tensor, grad: Tensor, group: Any, rate: float) -> None:
+        param.add_(grad, alpha=-rate)
+
+
+class Extragradient(Own):
+    """Evaluates the gradient again after a first step, and takes the second from there back."""
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        params = [param for group in self.param_groups for param in group["params"]]
+        before = [param.clone() for param in params]
+        for _ in range(2):
+            with torch.enable_grad():
+                loss = closure()
+            for param, old in zip(params, before, strict=True):
+                param.copy_(old - self.param_groups[0]["lr"] * param.grad)
+        return loss
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """Schedule-free SGD: its counters are in the group, and evaluation has other weights."""
+
+    def __init__(self, params: Any, lr: Any = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "beta": 0.9, "k": 0, "train_mode": False})
+
+    def _swap(self, trains: bool) -> None:
+        for group in self.param_groups:
+            if group["train_mode"] != trains:
+                weight = 1 - group["beta"] if trains else 1 - 1 / group["beta"]
+                for param in group["params"]:
+                    if "z" in self.state[param]:
+                        param.data.lerp_(end=self.state[param]["z"], weight=weight)
+                group["train_mode"] = trains
+
+    @torch.no_grad()
+    def train(self) -> None:
+        self._swap(True)
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        self._swap(False)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            if not group["train_mode"]:
+                raise RuntimeError("call optimizer.train() first")
+            weight = 1 / (group["k"] + 1)
+            for param in group["params"]:
+                z = self.state[param].setdefault("z", param.clone())
+                param.lerp_(end=z, weight=weight)
+                rate = group["lr"] * (group["beta"] * (1 - weight) - 1)
+                param.add_(param.grad, alpha=rate)
+                z.sub_(param.grad, alpha=group["lr"])
+            group["k"] += 1
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "a trust ratio": (Lamb, {}),
+    "a small rate": (Lamb, {"lr": 1e-8}),
+    "no rate": (Lamb, {"lr": 0.0}),
+    "a rate in a tensor": (Lars, {"lr": torch.tensor(0.0)}),
+    "LARS": (Lars, {}),
+    "matrices alone": (LambOfMatrices, {}),
+    "one moment for a tensor": (AdamMini, {}),
+    "a clipped update": (Clipped, {}),
+    "decay of matrices": (DecayOfMatrices, {}),
+    "a norm of all": (GlobalClip, {}),
+    "rows and columns": (torch.optim.Adafactor, {}),
+    "sums over all": (torch.optim.LBFGS, {}),
+    "matrices": (torch.optim.Muon, {}),
+}
+TAKEN: dict[str, tuple[Any, dict[str, Any]]] = {
+    **{kind.__name__: (kind, {}) for kind in (AdamS, AgedAdamW, Noisy, NeedsClosure)},
+    **{kind.__name__: (kind, {}) for kind in (Extragradient, ScheduleFree)},
+    **{
+        name: (getattr(torch.optim, name), {})
+        for name in ("Adadelta", "Adagrad", "Adam", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop")
+    },
+    "Rprop": (torch.optim.Rprop, {}),
+    "momentum": (torch.optim.SGD, {"lr": 0.0, "momentum": 0.9, "nesterov": True}),
+    "fused": (torch.optim.AdamW, {"fused": True}),
+    "foreach": (torch.optim.AdamW, {"foreach": True, "amsgrad": True}),
+    "a rate in a tensor": (torch.optim.AdamW, {"lr": torch.tensor(1e-4)}),
+    "a factory": (lambda params, **settings: torch.optim.SGD(params, **settings), {"lr": 0.1}),
+}
+
+
+def tried(kind: Any, settings: dict[str, Any]) -> None:
+    """Try an optimizer, with two groups where it takes them; nothing else may change."""
+    groups: list[dict[str, Any]] = [{"params": []}]
+    if kind is not torch.optim.LBFGS:
+        groups.append({"params": [], "lr": settings.get("lr", 1e-3)})
+    rate = settings.get("lr")
+    before = rate.clone() if isinstance(rate, Tensor) else rate
+    state = torch.get_rng_state()
+    try:
+        check_elementwise(kind, groups, settings, CPU)
+    finally:
+        assert torch.equal(torch.get_rng_state(), state)
+        assert rate == before and groups[0] == {"params": []}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_who_updates_no_element_by_itself_is_refused(name: str) -> None:
+    """By a trial, in a line that names it."""
+    kind, settings = REFUSED[name]
+    with pytest.raises(ValueError, match=kind.__name__) as error:
+        tried(kind, settings)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_who_updates_each_element_by_itself_is_taken(name: str) -> None:
+    """With any settings; one that draws random numbers too."""
+    tried(*TAKEN[name])
+
+
+def refused(rank: int) -> str:
+    model = topo.fully_shard(Job().model(), on_machine(EXACT))
+    with pytest.raises(ValueError) as error:
+        topo.shard_optimizer(Lamb, model, lr=1e-3)
+    return str(error.value)
+
+
+def test_all_ranks_refuse_alike() -> None:
+    lines = run_threads(4, refused)
+    assert len(set(lines)) == 1 and "torch.optim.AdamW" in lines[0]
+
+
+Loop = Callable[[Any, Any, Callable[[int], Tensor]], list[Any]]
+
+
+def trained(rank: int, kind: Any, settings: Any, loop: Loop, ours: bool) -> list[Any]:
+    """What a loop returns, and the weights after it, under plain FSDP2 or ours."""
+    job = Job()
+    model: Any = job.model()
+    optimizer: Any
+    if ours:
+        topo.fully_shard(model, on_machine(EXACT))
+        optimizer = topo.shard_optimizer(kind, model, **settings)
+    else:
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        optimizer = kind(model.parameters(), **settings)
+
+    def loss_of(step: int) -> Tensor:
+        return model(*job.batch(rank, step, 0))
+
+    found = loop(model, optimizer, loss_of)
+    return [found, [param.detach().full_tensor().clone() for param in model.parameters()]]
+
+
+def assert_as_fsdp2(kind: Any, settings: dict[str, Any], loop: Loop) -> None:
+    """A loop returns the same, and leaves the same weights."""
+    expected, ours = (run_threads(4, trained, kind, settings, loop, on)[0] for on in (False, True))
+    torch.testing.assert_close(ours, expected, rtol=0, atol=2e-6)
+
+
+def steps(model: Any, optimizer: Any, loss_of: Any, numbers: range = range(3)) -> list[Any]:
+    """Losses of some steps."""
+    losses = []
+    for step in numbers:
+        loss = loss_of(step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def by_closure(model: Any, optimizer: Any, loss_of: Any) -> list[Any]:
+    """What steps with a closure return, and how often it was called."""
+    found: list[Any] = []
+    for step in range(3):
+        calls: list[int] = []
+
+        def closure(step: int = step, calls: list[int] = calls) -> Tensor:
+            calls.append(step)
+            optimizer.zero_grad()
+            loss = loss_of(step)
+            loss.backward()
+            return loss.detach()
+
+        found += [float(optimizer.step(closure)), len(calls)]
+    return found
+
+
+@pytest.mark.parametrize("kind", [NeedsClosure, Extragradient, partial(torch.optim.SGD)])
+def test_the_closure_reaches_the_optimizer(kind: Any) -> None:
+    """One that needs it, one that evaluates twice with other weights, one that may have it."""
+    assert_as_fsdp2(kind, {"lr": 0.1}, by_closure)
+
+
+def between_evaluations(model: Any, optimizer: Any, loss_of: Any) -> list[Any]:
+    """Losses in training and in evaluation, and the counter of the groups."""
+    found: list[Any] = []
+    for step in range(0, 4, 2):
+        optimizer.train()
+        model.train()
+        found += steps(model, optimizer, loss_of, range(step, step + 2))
+        optimizer.eval()
+        model.eval()
+        with torch.no_grad():
+            found.append(float(loss_of(9)))
+        model.reshard()
+        found += [optimizer.param_groups[0][key] for key in ("k", "train_mode")]
+    return found
+
+
+def test_a_schedule_free_optimizer_trains_and_evaluates() -> None:
+    """Its methods change the weights of all ranks, and its counters count."""
+    assert_as_fsdp2(ScheduleFree, {"lr": 0.5}, between_evaluations)
+
+
+def no_such_attribute(model: Any, optimizer: Any, loss_of: Any) -> list[Any]:
+    return [hasattr(optimizer, name) for name in ("train", "_swap", "nothing", "param_groups")]
+
+
+def test_attributes_are_those_of_the_inner_optimizer() -> None:
+    """Public ones."""
+    loop = no_such_attribute
+    assert run_threads(4, trained, ScheduleFree, {}, loop, True)[0][0] == [True, False, False, True]
+    assert run_threads(4, trained, torch.optim.SGD, {}, loop, True)[0][0][0] is False
+
+
+def whole(optimizer: Any, model: Any) -> list[Any]:
+    """All states of elements, and one counter."""
+    states = [optimizer.state[param] for param in model.parameters()]
+    moments = [state[key].full_tensor().clone() for state in states for key in ("exp_avg",)]
+    return [*moments, float(states[0]["step"])]
+
+
+def reset(how: str, model: Any, optimizer: Any, loss_of: Any) -> list[Any]:
+    """States after two steps, after a change by the user, and two more steps."""
+    found = [steps(model, optimizer, loss_of, range(2)), whole(optimizer, model)]
+    weight = model.head.weight
+    if how == "cleared":
+        optimizer.state.clear()
+    elif how == "another dict":
+        optimizer.state = defaultdict(dict)
+    elif how == "one parameter":
+        del optimizer.state[weight]
+    elif how == "in place":
+        optimizer.state[weight]["exp_avg"].mul_(0.5)
+    else:
+        optimizer.state[weight]["exp_avg"] = torch.zeros_like(optimizer.state[weight]["exp_avg"])
+        optimizer.state[weight]["step"] = torch.tensor(7.0)
+    return [*found, steps(model, optimizer, loss_of, range(2, 4)), whole(optimizer, model)]
+
+
+@pytest.mark.parametrize("how", ["cleared", "another dict", "one parameter", "in place", "new"])
+def test_states_are_those_of_fsdp2(how: str) -> None:
+    """DTensors of the parameters' shapes, and a change of them by the user has its effect."""
+    assert_as_fsdp2(torch.optim.Adam, {"lr": 1e-2}, partial(reset, how))

@@ -1,0 +1,106 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""What the sharded optimizer and the optimizer of its parts have in common: settings and states.
+
+The user sees parameters and states of their shapes; the inner optimizer sees flat parts. Whoever
+changed something last is followed: before the inner optimizer runs, it gets the user's settings and
+states, and afterwards the user gets its own, counters of a group included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from zero_topo.fsdp.parts import Part
+
+
+class Link:
+    """The inner optimizer of a sharded one.
+
+    Args:
+        outer: the sharded optimizer, whose parameters are the model's.
+        inner: the optimizer of the parts.
+        parts: by parameter.
+    """
+
+    def __init__(
+        self,
+        outer: torch.optim.Optimizer,
+        inner: torch.optim.Optimizer,
+        parts: Mapping[Tensor, Part],
+    ) -> None:
+        self._outer = outer
+        self._inner = inner
+        self._parts = parts
+        # By part and entry of its state: the inner value, and what the user sees of it
+        self._pairs: dict[Part, dict[str, tuple[Any, Any]]] = {}
+
+    def give(self) -> None:
+        """Give the inner optimizer weights, settings and states as the user has left them."""
+        self.give_settings()
+        for param, part in self._parts.items():
+            part.follow_edits()
+            pairs = self._pairs.get(part, {})
+            entry = {}
+            for key, value in self._outer.state.get(param, {}).items():
+                own, seen = pairs.get(key, (None, None))
+                if value is seen:
+                    entry[key] = own
+                elif isinstance(value, DTensor):
+                    entry[key] = part.from_dtensor(value).clone()
+                else:
+                    entry[key] = value
+            if entry:
+                self._inner.state[part.master] = entry
+            else:
+                self._inner.state.pop(part.master, None)
+
+    def give_settings(self) -> None:
+        """Give the inner optimizer the settings of groups, such as a new learning rate."""
+        _copy_settings(self._outer, self._inner)
+
+    def take(self) -> None:
+        """Show the user the inner settings and states: values of elements as DTensors of the
+        parameter's shape, which share their memory.
+        """
+        _copy_settings(self._inner, self._outer)
+        for param, part in self._parts.items():
+            if part.master not in self._inner.state:
+                self._outer.state.pop(param, None)
+                continue
+            old = self._pairs.get(part, {})
+            pairs = self._pairs[part] = {}
+            for key, value in self._inner.state[part.master].items():
+                own, seen = old.get(key, (None, None))
+                if own is not value or seen is None:
+                    seen = part.as_dtensor(value) if is_flat(value, part) else value
+                pairs[key] = (value, seen)
+            self._outer.state[param] = {key: seen for key, (_, seen) in pairs.items()}
+
+
+def masters_of(groups: Sequence[Mapping[str, Any]], parts: Mapping[Tensor, Part]) -> list[Any]:
+    """Return groups with the masters of parts in place of the parameters."""
+    return [
+        {**group, "params": [parts[param].master for param in group["params"]]} for group in groups
+    ]
+
+
+def without_params(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a group."""
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _copy_settings(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
+    for given, group in zip(source.param_groups, target.param_groups, strict=True):
+        group.update(without_params(given))
+
+
+def is_flat(value: Any, part: Part) -> bool:
+    """Return whether an entry of a state has a value for each element of a part."""
+    if not isinstance(value, Tensor) or isinstance(value, DTensor):
+        return False
+    return value.dim() > 0 and value.numel() == part.master.numel()
