@@ -164,9 +164,11 @@ def check_call(arguments: Mapping[str, Any], config: dict[str, Any]) -> None:
     _refuse_stages(mpu)
     ranks = int(world) if world else None
     block = _checked(config)
-    # The ranks find the machine, and the groups of an mpu on it, once they have built the engine.
-    if block.topology != AUTO and not _divides(mpu, ranks):
-        resolve_block(config, ranks, tensor_parallel_groups(config, ranks))
+    # An mpu's groups are read, and the ranks find the machine, once they have built the engine.
+    if not _divides(mpu, ranks):
+        members = tensor_parallel_groups(config, ranks)
+        if block.topology != AUTO:
+            resolve_block(config, ranks, members)
     _mesh(arguments.get("mesh_param"))
     # The signature of zero.Init has no optimizer: there the config shows whether the model is
     # trained.
