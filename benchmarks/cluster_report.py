@@ -1,36 +1,21 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""A record of ``benchmarks cluster`` as a table and as pictures."""
+"""A record of ``benchmarks cluster`` as a table."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.emulated_cluster.spec import LEVELS, Spec
 from zero_topo.observe.console import figures_table, wide_console
 from zero_topo.plan import PHASES
-from zero_topo.units import MB, format_bytes, format_seconds
+from zero_topo.units import format_bytes, format_seconds
 
 BASELINE = "zero3"
 WIDTH = 112
-PICTURES = ("step_time.png", "bytes.png")
-COLOURS = (
-    "#8c8c8c",
-    "#bdbdbd",
-    "#2f6db5",
-    "#7fb0e0",
-    "#d9822b",
-    "#f0c08a",
-    "#3f9c55",
-    "#a5d6a0",
-    "#8e5aa8",
-    "#c9a7da",
-)
 NOTE = (
     "K micro-batches per optimizer step. Times in seconds where no unit is given; floors: what the "
     "links need if all collectives overlap, and if one follows the other. uplink: bytes that leave "
@@ -44,7 +29,6 @@ PHASE_NOTE = (
     "Where rank 0's last step went: seconds it worked or waited for each phase; the rest "
     "is computing."
 )
-LINKS = {"gcd": "of a GCD", "gpu": "of a GPU", "node": "of a node (uplink)"}
 
 
 def show(content: Mapping[str, Any], console: Console | None = None) -> None:
@@ -122,74 +106,3 @@ def ratio(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> float | 
     """How many times longer a step of the baseline takes; None if it was not measured."""
     base = next((other for other in rows if other["scheme"] == BASELINE), None)
     return None if base is None else float(base["step_s"]["median"] / row["step_s"]["median"])
-
-
-def draw(content: Mapping[str, Any]) -> dict[str, Figure]:
-    """The record's pictures by the names of their files."""
-    figures = _step_times(content["results"]), _level_bytes(content["results"])
-    return dict(zip(PICTURES, figures, strict=True))
-
-
-def _step_times(results: Sequence[Mapping[str, Any]]) -> Figure:
-    """Median step time of each scheme with its spread and the floor, one panel for each number of
-    micro-batches.
-    """
-    counts = list(dict.fromkeys(row["micro_batches"] for row in results))
-    figure = Figure(figsize=(1.5 + 3.2 * len(counts), 4.5), dpi=120, layout="constrained")
-    for axes, count in zip(figure.subplots(1, len(counts), squeeze=False)[0], counts, strict=True):
-        rows = [row for row in results if row["micro_batches"] == count]
-        for place, row in enumerate(rows):
-            step = row["step_s"]
-            floor = row["floor_s"]["serial"]
-            spread = [[step["median"] - step["min"]], [step["max"] - step["median"]]]
-            axes.bar(
-                place, step["median"], 0.8, yerr=spread, capsize=2, color=_colour(results, row)
-            )
-            axes.plot([place - 0.4, place + 0.4], [floor, floor], color="black", linewidth=1.2)
-            axes.annotate(f"{step['median']:.3g}", (place, step["max"]), (0, 3), **_ABOVE)
-        axes.set_xticks(range(len(rows)), [row["scheme"] for row in rows], rotation=60, ha="right")
-        _tidy(axes)
-        axes.set_title(f"{count} micro-batch{'es' * (count > 1)}")
-    figure.supylabel("seconds per optimizer step")
-    figure.suptitle("median and spread; black: what the links need, one collective after another")
-    return figure
-
-
-def _level_bytes(results: Sequence[Mapping[str, Any]]) -> Figure:
-    """Bytes that leave each unit per optimizer step, counted by the kernel, one panel for each
-    level of links.
-    """
-    schemes = list(dict.fromkeys(row["scheme"] for row in results))
-    counts = list(dict.fromkeys(row["micro_batches"] for row in results))
-    figure = Figure(figsize=(12, 4.5), dpi=120, layout="constrained")
-    panels = figure.subplots(1, len(LEVELS), sharey=True)
-    for axes, level in zip(panels, LEVELS, strict=True):
-        for scheme in schemes:
-            rows = [row for row in results if row["scheme"] == scheme]
-            places = [counts.index(row["micro_batches"]) for row in rows]
-            values = [row["level_bytes"][level] / MB for row in rows]
-            axes.plot(places, values, "o-", color=_colour(results, rows[0]), label=scheme)
-        axes.set(
-            yscale="log", title=f"link {LINKS[level]}", xlabel="micro-batches per optimizer step"
-        )
-        axes.set_xticks(range(len(counts)), [str(count) for count in counts])
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter("")
-        _tidy(axes)
-    panels[0].set_ylabel("MB sent per optimizer step")
-    figure.legend(*panels[0].get_legend_handles_labels(), frameon=False, loc="outside right upper")
-    return figure
-
-
-_ABOVE: Mapping[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 8}
-
-
-def _colour(results: Sequence[Mapping[str, Any]], row: Mapping[str, Any]) -> str:
-    schemes = list(dict.fromkeys(other["scheme"] for other in results))
-    return COLOURS[schemes.index(row["scheme"]) % len(COLOURS)]
-
-
-def _tidy(axes: Any) -> None:
-    axes.grid(axis="y", alpha=0.3, which="major")
-    axes.spines[["top", "right"]].set_visible(False)

@@ -1,23 +1,19 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""A record of ``benchmarks convergence`` as a table and as a picture."""
+"""A record of ``benchmarks convergence`` as a table."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.cluster_report import COLOURS
 from zero_topo.observe.console import figures_table, wide_console
 from zero_topo.units import MB
 
 STOCK = "stock"
-CHAOS = "chaos"
 WIDTH = 116
-PICTURES = ("convergence.png",)
 NOTE = (
     "Differences are from stock with the same seed, in percent of its loss; worst is the seed "
     "farthest away. chaos is stock after a small change of its initial weights: what is not larger "
@@ -53,45 +49,3 @@ def table(results: Sequence[Mapping[str, Any]]) -> Table:
         crossing = row.get("crossing_bytes")  # that records of before it was counted lack
         made.add_row(*cells, "-" if crossing is None else f"{crossing / MB:.3f}")
     return made
-
-
-def draw(content: Mapping[str, Any]) -> dict[str, Figure]:
-    """The picture, by its file's name: losses, and differences from stock, both averaged over seeds
-    and smoothed.
-    """
-    curves = {name: _mean_curve(seeds) for name, seeds in content["curves"].items()}
-    window = max(1, len(curves[STOCK]) // 20)
-    figure = Figure(figsize=(12, 4.5), dpi=120, layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for index, (name, curve) in enumerate(curves.items()):
-        style = (
-            {"color": "black", "linestyle": ":"}
-            if name == CHAOS
-            else {"color": COLOURS[index % len(COLOURS)]}
-        )
-        smooth = _smoothed(curve, window)
-        stock = _smoothed(curves[STOCK], window)
-        steps = range(window, window + len(smooth))
-        left.plot(steps, smooth, label=name, linewidth=1.2, **style)
-        if name != STOCK:
-            shares = [100 * (mine / other - 1) for mine, other in zip(smooth, stock, strict=True)]
-            right.plot(steps, shares, linewidth=1.2, **style)
-    left.set(
-        xlabel="optimizer step",
-        ylabel="loss, nats per byte",
-        title=f"mean over seeds and {window} steps",
-    )
-    right.set(xlabel="optimizer step", ylabel="percent", title="difference from stock")
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-    figure.legend(frameon=False, loc="outside right upper")
-    return {PICTURES[0]: figure}
-
-
-def _mean_curve(seeds: Mapping[str, Sequence[float]]) -> list[float]:
-    return [sum(losses) / len(losses) for losses in zip(*seeds.values(), strict=True)]
-
-
-def _smoothed(curve: Sequence[float], window: int) -> list[float]:
-    """Means of all runs of ``window`` steps."""
-    return [sum(curve[end - window : end]) / window for end in range(window, len(curve) + 1)]

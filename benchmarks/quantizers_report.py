@@ -1,12 +1,11 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""A record of ``bench quantizers`` as a table and as a picture."""
+"""A record of ``bench quantizers`` as a table."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
@@ -14,7 +13,6 @@ from zero_topo.observe.console import figures_table, wide_console
 from zero_topo.units import format_bytes
 
 WIDTH = 96
-PICTURES = ("quantizers.png",)
 OPS = ("quantize", "dequantize", "dequantize_reduce")
 
 
@@ -50,35 +48,3 @@ def table(results: Sequence[Mapping[str, Any]]) -> Table:
     for key, cells in lines.items():
         made.add_row(*map(str, key), *(cells.get(op, "-") for op in OPS))
     return made
-
-
-def draw(content: Mapping[str, Any]) -> dict[str, Figure]:
-    """The picture, by its file's name: bars of the share of a copy's traffic, by operation and
-    backend.
-    """
-    shown = [row for row in content["results"] if row["threads"] == 1]
-    groups = list(dict.fromkeys((row["dtype"], row["bits"], row["block_size"]) for row in shown))
-    backends = list(dict.fromkeys(row["backend"] for row in shown))
-    figure = Figure(figsize=(1.5 + 1.1 * len(groups), 2.6 * len(OPS)), dpi=150)
-    panels = figure.subplots(len(OPS), 1, sharex=True)
-    for panel, op in zip(panels, OPS, strict=True):
-        for place, backend in enumerate(backends):
-            rows = {
-                (r["dtype"], r["bits"], r["block_size"]): r
-                for r in shown
-                if (r["op"], r["backend"]) == (op, backend)
-            }
-            heights = [rows[group]["memcpy_ratio"] if group in rows else 0.0 for group in groups]
-            middle = place - (len(backends) - 1) / 2
-            panel.bar(
-                [i + 0.8 * middle / len(backends) for i in range(len(groups))],
-                heights,
-                0.8 / len(backends),
-            )
-        panel.axhline(1.0, color="0.5", linewidth=0.8)
-        panel.set_ylabel(f"{op}\nshare of a copy", fontsize=8)
-    panels[-1].set_xticks(
-        range(len(groups)), [f"{d} int{b}\nblock {s}" for d, b, s in groups], fontsize=7
-    )
-    panels[0].legend(backends, fontsize=7, ncols=len(backends))
-    return {PICTURES[0]: figure}

@@ -5,25 +5,23 @@ line.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.progress import Progress
 
 from benchmarks import records
 from zero_topo.cli.options import Force
 from zero_topo.cli.output import print_json
-from zero_topo.observe.console import bar
-from zero_topo.observe.files import BENCH, check_files, write_png
+from zero_topo.observe.files import check_files
 from zero_topo.observe.runlog import new_run_folder
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 FAILED = 1
 
@@ -39,9 +37,6 @@ class Outputs:
         Path | None, typer.Option(help="File for the record; default: a new folder under runs/.")
     ] = None
     force: Force = False
-    plots: Annotated[
-        Path | None, typer.Option(help="Folder for the pictures; default: where the record is.")
-    ] = None
 
 
 def measure(
@@ -50,25 +45,21 @@ def measure(
     total: int,
     run: Callable[[records.Tick], records.GrowingRecord],
 ) -> dict[str, Any]:
-    """Run a benchmark, write its record as it grows, then its pictures, and print the table or the
-    JSON.
+    """Run a benchmark, write its record as it grows, and print the table or the JSON.
 
     If it fails, print what its ranks printed instead of a traceback of ours, and where to find what
     was measured.
 
     Args:
         outputs: where to.
-        report: a module with ``show(content)``, and ``draw(content)``: pictures by the names of
-            their files, those of its ``PICTURES``.
+        report: a module with ``show(content)``.
         total: ticks of the whole run.
         run: measures.
 
     Returns:
         The whole record.
     """
-    folder = outputs.plots or (outputs.record and outputs.record.parent)
-    pictures = [(folder / name, ".png", BENCH) for name in report.PICTURES] if folder else []
-    check_files([(outputs.record, "", '"benchmark": '), *pictures], outputs.force)
+    check_files([(outputs.record, "", '"benchmark": ')], outputs.force)
     content: dict[str, Any] = {}
     file = outputs.record
     try:
@@ -85,21 +76,26 @@ def measure(
         typer.echo(f"zero-topo: {error}", err=True)
         raise typer.Exit(FAILED) from error
     assert file is not None, "nothing was measured"
-    drawn = save(report.draw(content), outputs.plots or file.parent)
     if outputs.as_json:
         print_json(content)
     else:
         report.show(content)
-        print(f"Written: {', '.join(str(path) for path in (file, *drawn))}")
+        print(f"Written: {file}")
     return content
 
 
-def save(pictures: Mapping[str, Figure], folder: Path) -> list[Path]:
-    """Write pictures into a folder, which is made; returns their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, figure in pictures.items():
-        write_png(figure, folder / name, BENCH, dpi="figure")
-    return [folder / name for name in pictures]
+@contextmanager
+def bar(words: str, total: float) -> Iterator[Callable[..., None]]:
+    """A bar on stderr if that is a terminal; gives what moves it, by the keywords of rich's
+    ``Progress.update``.
+
+    Args:
+        words: before it, at first.
+        total: of the whole.
+    """
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as shown:
+        yield partial(shown.update, shown.add_task(words, total=total))
 
 
 def _tick(move: Callable[..., None], words: str, done: int) -> None:

@@ -1,19 +1,17 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""A record of ``benchmarks scale`` as tables and as a picture."""
+"""A record of ``benchmarks scale`` as tables."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
 from zero_topo.observe.console import figures_table, wide_console
 
 WIDTH = 100
-PICTURES = ("scale.png",)
 LAUNCHING = ("operations", "kernels", "collectives")
 NOTE = (
     "Launches: ATen operations that are neither views nor allocations, calls of kernels, and "
@@ -81,34 +79,6 @@ def by_phase(results: Sequence[Mapping[str, Any]], params: int) -> Table:
         cells = [f"{value:.1f}" for value in found]
         made.add_row(scheme, f"{row['ranks']:,}", *cells, str(syncs), str(row["communicators"]))
     return made
-
-
-def draw(content: Mapping[str, Any]) -> dict[str, Figure]:
-    """The picture, by its file's name: launches per parameter, and the host's milliseconds, by
-    ranks.
-    """
-    figure = Figure(figsize=(11, 4.2), dpi=120, layout="constrained")
-    left, right = figure.subplots(1, 2)
-    results = sorted(content["results"], key=lambda row: int(row["ranks"]))
-    for scheme in dict.fromkeys(row["scheme"] for row in content["results"]):
-        rows = [row for row in results if row["scheme"] == scheme]
-        sizes = [row["ranks"] for row in rows]
-        left.plot(sizes, [row["launches_per_parameter"] for row in rows], "o-", label=scheme)
-        right.plot(sizes, [1000 * row["step_s"]["median"] for row in rows], "o-", label=scheme)
-    for row in content["real"]:
-        if row["scheme"] == "stock":
-            height = launches(row["phases"]) / content["settings"]["params"]
-            left.axhline(
-                height, color="black", linestyle=":", label=f"stock, {row['ranks']} real ranks"
-            )
-    left.set(ylabel="launches per parameter and step")
-    right.set(ylabel="host milliseconds per step")
-    for axes in (left, right):
-        axes.set(xlabel="ranks", xscale="log", yscale="log")
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    left.legend(frameon=False, fontsize=8)
-    return {PICTURES[0]: figure}
 
 
 def _launches(row: Mapping[str, Any]) -> str:

@@ -142,7 +142,7 @@ def _speed(gpu: bool, folder: Path) -> list[Command]:
     formats = ("--threads", "1", "--dtypes", "bf16", "--blocks", "256")
     bench = (sys.executable, "-m", "benchmarks", "quantizers", *size, *formats, "--record", record)
     return [
-        Command((*bench, "--plots", str(ROOT / "runs" / "gpu-check"))),
+        Command(bench),
         _module("goals", record),
     ]
 

@@ -84,10 +84,6 @@ WRONG_BENCHMARKS = {
     "convergence --more --record README.md": "record README.md: Expecting value",
     "convergence --more --record "
     "benchmarks/records/scale.json": "was not written by python -m benchmarks convergence",
-    "sparse --modes topk": "'topk' cannot be measured",
-    "sparse --sources real": "'real' cannot be measured",
-    "sparse --ranks 1": "give at least 2",
-    "sparse --densities 2": "density",
     "scale --ranks 12": "12 ranks fill no nodes of 8",
     "scale --schemes stock": "'stock' is measured on real ranks",
     "scale --schemes topoo": "unknown scheme 'topoo'",

@@ -5,9 +5,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from rich import box
@@ -51,27 +49,6 @@ def figures_table(
     for column in columns:
         table.add_column(column, justify="left" if column in words else "right", no_wrap=True)
     return table
-
-
-@contextmanager
-def bar(
-    words: str, total: float | None = None, quiet: bool = False
-) -> Iterator[Callable[..., None]]:
-    """A bar on stderr if that is a terminal; gives what moves it, by the keywords of rich's
-    ``Progress.update``.
-
-    Args:
-        words: before it, at first.
-        total: of the whole, if it is known.
-        quiet: show none.
-    """
-    from rich.progress import Progress  # asked for by few commands
-
-    console = Console(stderr=True)
-    with Progress(
-        console=console, transient=True, disable=quiet or not console.is_terminal
-    ) as shown:
-        yield partial(shown.update, shown.add_task(words, total=total))
 
 
 def wide_console(width: int, console: Console | None = None) -> Console:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 HEAD = 4096  # bytes, among which a file's mark is
-BENCH, PLANS = (f"zero_topo {kind}" for kind in ("bench", "plans"))
+PLANS = "zero_topo plans"
 
 
 def write_png(figure: Figure, path: Path, mark: str, dpi: float | str = 120) -> None:
