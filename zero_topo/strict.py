@@ -21,7 +21,6 @@ from pydantic import (
     Field,
     TypeAdapter,
     ValidationError,
-    WrapValidator,
     model_validator,
 )
 from pydantic.dataclasses import dataclass
@@ -47,24 +46,16 @@ def words_of(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
-def nearest(word: object, known: Iterable[str], cutoff: float = 0.0) -> str | None:
-    """The known name that looks most like a word, in any case; None if none is as similar as
-    ``cutoff`` (0 to 1).
+def did_you_mean(word: object, known: Iterable[str], cutoff: float = 0.0) -> str:
+    """``"; did you mean 'weights'?"`` of the known name that looks most like a word, in any case;
+    an empty string if none is as similar as ``cutoff`` (0 to 1).
     """
     names = {name.lower(): name for name in known}
     low = str(word).lower()
     # Similarity of letters alone would not match "dgx" with "dgx-a100".
     begun = [name for name in names if low and name.startswith(low)]
     near = begun or difflib.get_close_matches(low, names if low else (), n=1, cutoff=cutoff)
-    return names[near[0]] if near else None
-
-
-def did_you_mean(word: object, known: Iterable[str], cutoff: float = 0.0) -> str:
-    """``"; did you mean 'weights'?"``, or an empty string if no known name is as similar as
-    ``cutoff``.
-    """
-    near = nearest(word, known, cutoff)
-    return "" if near is None else f"; did you mean {near!r}?"
+    return f"; did you mean {names[near[0]]!r}?" if near else ""
 
 
 # -- texts -----------------------------------------------------------------------------------------
@@ -187,29 +178,10 @@ def _known(block: Any, known: list[str]) -> Any:
 # -- values ----------------------------------------------------------------------------------------
 
 
-def must_be(words: str) -> WrapValidator:
-    """Return a validator whose error states what a value must be, in place of pydantic's
-    message.
-    """
-
-    def check(value: Any, inner: Callable[[Any], Any]) -> Any:
-        try:
-            return inner(value)
-        except ValidationError as error:
-            if any(detail["loc"] for detail in error.errors()):
-                raise  # an error in a part of the value is more specific
-            raise PydanticCustomError("must_be", "must be {words}", {"words": words}) from None
-
-    return WrapValidator(check)
-
-
-Count = Annotated[int, Field(strict=True, ge=1), must_be("a whole number of at least 1")]
-Flag = Annotated[bool, Field(strict=True), must_be("true or false")]
-Text = Annotated[str, Field(min_length=1), must_be("a string, not empty")]
-Strings = Annotated[tuple[str, ...], Field(strict=False), must_be("a list of strings")]
-Positive = Annotated[
-    float, Field(strict=True, ge=1e-30, le=1e30), must_be("a number from 1e-30 to 1e30")
-]
+Count = Annotated[int, Field(strict=True, ge=1)]
+Text = Annotated[str, Field(min_length=1)]
+Strings = Annotated[tuple[str, ...], Field(strict=False)]
+Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 
 
 def describe(error: ValidationError, what: str) -> str:
@@ -254,7 +226,7 @@ def _describe_one(detail: ErrorDetails, what: str) -> str:
         case kind if NO_OBJECT.fullmatch(kind):
             return f"{place}: must be a JSON object, got {shown}"
         case _:
-            message = detail["msg"].removeprefix("Input ")
+            message = detail["msg"].removeprefix("Input ").replace("a valid tuple", "a list")
             return f"{place}: {message[:1].lower()}{message[1:]}, got {shown}"
 
 
@@ -274,15 +246,13 @@ def _near(word: object, expected: str) -> str:
 
 
 def offering(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
-    """Return the names that complete an option's value in a shell; in a list, they complete the
-    last word.
+    """Return the names that complete an option's value in a shell.
 
     Args:
         names: all that there are.
     """
 
     def offered(incomplete: str) -> list[str]:
-        before, comma, word = incomplete.rpartition(",")
-        return [f"{before}{comma}{name}" for name in names() if name.startswith(word)]
+        return [name for name in names() if name.startswith(incomplete)]
 
     return offered

@@ -416,7 +416,7 @@ def test_before_ranks_can_communicate_a_preset_is_as_many_nodes_as_ranks_fill() 
             "hosts_per_node is 3, which does not divide the 4 ranks of a node",
         ),
         (None, 8, "topology is None; it must be 'auto', a preset"),
-        ("auto", 0, "world size: must be a whole number of at least 1, got 0"),
+        ("auto", 0, "world size: "),
         ("tests/", 4, "cannot be read"),
     ],
 )

@@ -16,12 +16,10 @@ from zero_topo.cost.model_files import TRAINED, read_modules, shape_of
 from zero_topo.cost.tensor import part_of
 from zero_topo.cost.transformer import Model
 from zero_topo.cost.volume import Workload
-from zero_topo.strict import must_be, read
+from zero_topo.strict import read
 from zero_topo.units import format_count
 
-Elements = Annotated[
-    float, Field(strict=True, ge=0, allow_inf_nan=False), must_be("a number of elements")
-]
+Elements = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 COUNTS = {
     "live": ("stage3_max_live_parameters", "max_live_parameters"),
     "bucket": ("reduce_bucket_size",),

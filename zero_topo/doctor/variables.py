@@ -10,7 +10,7 @@ from dataclasses import field, replace
 from typing import Literal
 
 from zero_topo.doctor.finding import FAIL, OK, WARN, Finding
-from zero_topo.strict import Flag, Strings, packaged, read, strict_dataclass
+from zero_topo.strict import Strings, packaged, read, strict_dataclass
 from zero_topo.topology.presets import machine_of_cluster, preset_names
 
 _QUOTED = re.compile(r"[ ^]")
@@ -45,7 +45,7 @@ class Rule:
     machines: Strings
     variable: str
     bad: Strings
-    unset: Flag
+    unset: bool
     wanted: str
     state: Literal["warn", "fail"]
     reason: str

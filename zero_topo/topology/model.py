@@ -18,15 +18,14 @@ from dataclasses import field, replace
 from functools import cached_property
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, SkipValidation
+from pydantic import AfterValidator, Field, SkipValidation, StrictBool
 
 from zero_topo.strict import (
     Count,
-    Flag,
+    Positive,
     Strings,
     Text,
     did_you_mean,
-    must_be,
     read,
     strict_dataclass,
     to_json,
@@ -57,7 +56,7 @@ def _linked(domain: str) -> str:
 LinkedDomain = Annotated[str, AfterValidator(_linked)]
 
 
-Bytes = Annotated[int, Field(strict=True, ge=1), must_be("a whole number of bytes, at least 1")]
+Bytes = Annotated[int, Field(strict=True, ge=1)]
 
 
 @strict_dataclass
@@ -73,14 +72,8 @@ class Link:
             compute with.
     """
 
-    bandwidth: Annotated[
-        float,
-        Field(strict=True, ge=1e-30, le=1e30),
-        must_be("bytes/s, a number from 1e-30 to 1e30 (leave the link out if it is not known)"),
-    ]
-    latency: Annotated[
-        float, Field(strict=True, ge=0, le=1e30), must_be("seconds, a number from 0 to 1e30")
-    ]
+    bandwidth: Positive
+    latency: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 
 
 @strict_dataclass
@@ -109,13 +102,11 @@ class Topology:
     nodes: Count
     gpus_per_node: Count
     ranks_per_gpu: Count
-    order: Annotated[
-        tuple[SkipValidation[int], ...] | None, must_be("a list of tree positions, one per rank")
-    ] = None
+    order: tuple[SkipValidation[int], ...] | None = None
     links: Mapping[LinkedDomain, Link] = field(default_factory=dict, hash=False)
     memory_per_rank: Bytes | None = None
     hosts: Strings | None = None
-    emulated: Flag = False
+    emulated: StrictBool = False
     hosts_per_node: Count = 1
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)
 

@@ -11,12 +11,10 @@ from typing import Annotated
 
 from pydantic import Field
 
-from zero_topo.strict import Positive, must_be, strict_dataclass
+from zero_topo.strict import Positive, strict_dataclass
 from zero_topo.topology.model import LinkedDomain
 
-Share = Annotated[
-    float, Field(strict=True, ge=1e-9, le=1), must_be("a share of the peak, from 1e-9 to 1")
-]
+Share = Annotated[float, Field(strict=True, gt=0, le=1)]
 
 
 @strict_dataclass

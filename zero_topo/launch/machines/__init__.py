@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 from zero_topo.strict import (
     Count,
     did_you_mean,
-    must_be,
     packaged,
     parse_json,
     read,
@@ -43,9 +42,6 @@ class Setting:
         """``NAME="value"`` of a variable, for a shell that is to expand the value."""
         name, _, value = self.use.partition("=")
         return f'{name}="{value}"'
-
-
-Settings = Annotated[tuple[Setting, ...], must_be("a list of objects")]
 
 
 @strict_dataclass
@@ -76,14 +72,14 @@ class LaunchMachine:
     preset: str | None
     ranks_per_node: Count | None
     cpus_per_rank: Count
-    modules: Settings
-    job: Settings
-    step: Settings
-    variables: Settings
+    modules: tuple[Setting, ...]
+    job: tuple[Setting, ...]
+    step: tuple[Setting, ...]
+    variables: tuple[Setting, ...]
     scheduler: Literal["slurm", "flux", "pbs"] | None = None
-    address: Settings = ()
-    disk: Settings = ()
-    disk_job: Settings = ()
+    address: tuple[Setting, ...] = ()
+    disk: tuple[Setting, ...] = ()
+    disk_job: tuple[Setting, ...] = ()
 
     def __post_init__(self) -> None:
         if self.preset is not None:
