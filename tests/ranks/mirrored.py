@@ -80,7 +80,10 @@ def steps(w: World, count: int, around: Callable[[int], Any]) -> None:
         def within(*args: Any) -> Any:
             with entered[-1]():
                 result = call(*args)
-            return Handle(entering(result.wait)) if isinstance(result, Handle) else result
+            if isinstance(result, Handle):
+                wait = entering(result.wait)
+                return Handle().then(lambda _: wait())
+            return result
 
         return within
 

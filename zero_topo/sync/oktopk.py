@@ -379,15 +379,12 @@ class OkTopkByRow(Sparse):
                 chosen = torch.zeros_like(sums).index_copy_(0, best.indices, best.values)
                 left.append(sums - chosen)
                 return chosen
-            gathered = self.peers.gather(records.encode(best, self.peers))
-            received = records.decode(gathered.flatten(0, 1))
-            reduced = sums.new_zeros(size, width)
-            reduced.scatter_(1, received.indices.view(size, k), received.values.view(size, k))
+            reduced = self._gathered(best, records)
             # What was not chosen returns to the residual: it is not subtracted.
-            selected.values.mul_(reduced.view(-1)[selected.indices] != 0)
+            selected.values.mul_(reduced[selected.indices] != 0)
             if self.dtype != sums.dtype:
                 errors.append(best.rounding_errors(self.dtype, own * width))
-            return reduced.view(-1)
+            return reduced
 
         def settle(again: Tensor) -> None:
             for sent in (selected, *errors):
@@ -396,6 +393,15 @@ class OkTopkByRow(Sparse):
                 again.view(size, width)[own] = left[0]
 
         return finish, Exchange(settle, report, settles_own_row=sharded)
+
+    def _gathered(self, chosen: Selected, records: Records) -> Tensor:
+        """Gather the sums that each owner has chosen, ``[P * m]``; all owners choose as many."""
+        shape = self.peers.size, len(chosen)
+        packets = self.peers.gather(records.encode(chosen, self.peers))
+        received = records.decode(packets.flatten(0, 1))
+        reduced = chosen.values.new_zeros(self.peers.size, records.numel)
+        reduced.scatter_(1, received.indices.view(shape), received.values.view(shape))
+        return reduced.view(-1)
 
 
 @build_mode.register

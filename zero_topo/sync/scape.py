@@ -35,6 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -103,19 +104,16 @@ class Scape(Masked):
         state = self._state
         row = total.view(self.peers.size, -1)[own]
         momentum = self._momentum(run)
-        score = row.add(momentum, alpha=1 / self.peers.size)
-        for moment in self.context.moments():
-            mean = moment.mean[self.context.own_row // self._stride]
-            factor = self._factor(moment) / self.peers.size
-            for columns, places in self._within(moment.begin, len(mean), run):
-                score[places] += mean[columns].to(score) * factor
-        self._chosen[run.number] = chosen, count = self._choose(score, run)
-        del score
-        on_mask = lambda: self._own_row(run.low, run.past)  # noqa: E731
+        chosen, count = self._choose(self._score(row, momentum, run), run)
+        self._chosen[run.number] = chosen, count
+        on_mask = partial(self._own_row, run.low, run.past)
         overlap = chosen.logical_and(on_mask()).sum() / count  # of the next mask with this one
         row += momentum
         bits = state.bits.wait()
-        mask = lambda: self.rows(unpacked(bits, run.low, run.past))  # noqa: E731
+
+        def mask() -> Tensor:
+            return self.rows(unpacked(bits, run.low, run.past))
+
         finish, exchange = self.reduce_masked(total, run, mask, state.kept[run.number])
         settle_masked = exchange.settle
 
@@ -127,6 +125,18 @@ class Scape(Masked):
         exchange.settle = settle
         exchange.report["overlap"] = overlap
         return finish, exchange
+
+    def _score(self, row: Tensor, momentum: Tensor, run: Run) -> Tensor:
+        """Return by what the next mask is selected, FP32 ``[m]``: the momentum that the own row
+        would have.
+        """
+        score = row.add(momentum, alpha=1 / self.peers.size)
+        for moment in self.context.moments():
+            mean = moment.mean[self.context.own_row // self._stride]
+            factor = self._factor(moment) / self.peers.size
+            for columns, places in self._within(moment.begin, len(mean), run):
+                score[places] += mean[columns].to(score) * factor
+        return score
 
     def _own_row(self, begin: int, end: int) -> Tensor:
         """Return some columns of the own row of this step's mask, bool ``[end - begin]``."""

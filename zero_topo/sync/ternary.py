@@ -60,38 +60,26 @@ class Ternary(Sparse):
         size = self.peers.size
         own = self.peers.index
         width = run.width
-        rows = total.view(size, width)
-        blocks = -(-width // BLOCK)
         now = self.now
-        mine = rows.new_empty(1, blocks * BLOCK)
-        others = rows.new_empty(size - 1, blocks * BLOCK)
-        # Padded to whole blocks. The own row is not sent: its owner adds to it, exactly.
-        mine[:, :width] = rows[own]
-        others[:own, :width] = rows[:own]
-        others[own:, :width] = rows[own + 1 :]
-        for padded in (mine, others):
-            padded[:, width:].zero_()
-        # Of each block in a table of all rows.
-        firsts = torch.arange(0, width, BLOCK, dtype=torch.int64, device=total.device)
-        begins = counted(size, total)[:, None] * width + firsts
-        sent, count = self._encoded(others.view(-1, BLOCK), size - 1, now)
+        mine, others = self._in_blocks(total.view(size, width))
+        sent, count = self._encoded(others, now)
+        del others
         # Nobody reads the own entry
         entries = torch.cat([sent[:own], sent[:1], sent[own:]])
         received = self.peers.all_to_all_later(entries)
+        # Of each block in a table of all rows.
+        firsts = torch.arange(0, width, BLOCK, dtype=torch.int64, device=total.device)
+        begins = counted(size, total)[:, None] * width + firsts
         report = Report(density=count.double() / (len(total) - width))
 
         def finish() -> Tensor:
-            messages = received.wait()
-            messages = torch.cat([messages[:own], messages[own + 1 :]])
+            messages = self._others(received.wait())
             own_begins = begins[:1].expand(size - 1, -1)
             selected = self._decoded(messages, now, own_begins)
             mine[0, :width] += added(selected, lambda: mine.new_zeros(width))
-            # The sums leave in the same format, so that the wire has a third of a bit there too.
-            sums_sent, _ = self._encoded(mine.view(-1, BLOCK), 1, now)
-            if self.everywhere:
-                sums_sent = self.peers.gather(sums_sent[0])
-            sums = self._decoded(sums_sent, now, begins[: len(sums_sent)])
-            reduced = mine.new_zeros(len(sums_sent) * width)
+            sums = self._spread(mine, begins, now)
+            rows = size if self.everywhere else 1
+            reduced = mine.new_zeros(rows * width)
             # Indices do not repeat, but for voids, whose value is 0: the order of sums does not
             # matter.
             reduced.index_add_(0, sums.indices, sums.values)
@@ -102,18 +90,50 @@ class Ternary(Sparse):
             return reduced
 
         def settle(again: Tensor) -> None:
-            to_others = torch.cat([begins[:own], begins[own + 1 :]])
-            self._decoded(sent, now, to_others).subtract_from(again)
+            self._decoded(sent, now, self._others(begins)).subtract_from(again)
             again.view(size, width)[own] = mine[0, :width]
 
         return finish, Exchange(settle, report, settles_own_row=True)
 
-    def _encoded(self, blocks: Tensor, rows: int, now: TernarySync) -> tuple[Tensor, Tensor]:
-        """Return packets of the largest elements of each block, uint8 ``[rows, bytes]``, and how
-        many were sent.
+    def _in_blocks(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the own row and the others, each a table padded to whole blocks.
+
+        The own row is not sent: its owner adds to it, exactly.
         """
+        own = self.peers.index
+        width = rows.shape[1]
+        padded = -(-width // BLOCK) * BLOCK
+        mine = rows.new_empty(1, padded)
+        others = rows.new_empty(len(rows) - 1, padded)
+        # Written in place: a copy of all rows less at the peak.
+        mine[:, :width] = rows[own]
+        others[:own, :width] = rows[:own]
+        others[own:, :width] = rows[own + 1 :]
+        for table in (mine, others):
+            table[:, width:].zero_()
+        return mine, others
+
+    def _others(self, table: Tensor) -> Tensor:
+        """Return a copy of a table without the own row."""
+        own = self.peers.index
+        return torch.cat([table[:own], table[own + 1 :]])
+
+    def _spread(self, sums: Tensor, begins: Tensor, now: TernarySync) -> Selected:
+        """Send the sums to the ranks that need them, in the same format, so that the wire has a
+        third of a bit there too; return what arrives, of all rows or of the own one.
+        """
+        sent, _ = self._encoded(sums, now)
+        if self.everywhere:
+            sent = self.peers.gather(sent[0])
+        return self._decoded(sent, now, begins[: len(sent)])
+
+    def _encoded(self, rows: Tensor, now: TernarySync) -> tuple[Tensor, Tensor]:
+        """Return packets of the largest elements of each block of some rows, uint8
+        ``[rows, bytes]``, and how many were sent.
+        """
+        blocks = rows.view(-1, BLOCK)
         indices = ops.row_largest(blocks, now.selections)
-        return ops.ternary_encode(blocks, rows, indices, now.low_bits, self.dtype)
+        return ops.ternary_encode(blocks, len(rows), indices, now.low_bits, self.dtype)
 
     def _decoded(self, packets: Tensor, now: TernarySync, begins: Tensor) -> Selected:
         """Decode packets; ``begins``, int64 ``[packets, blocks]``, says where in a table each block
