@@ -24,11 +24,11 @@ from benchmarks import (
 from benchmarks.choice import load_blocks, load_record, read_rate, read_shape, schemes_named
 from benchmarks.emulated_cluster import network
 from benchmarks.emulated_cluster.spec import load_spec
+from benchmarks.options import taking
 from benchmarks.recording import FAILED, Outputs, measure
 from benchmarks.training_setup import TrainingSetup, width_for
 from zero_topo.cli.app import run as run_command
 from zero_topo.cli.inputs import LIKE_PARAMS, read_count
-from zero_topo.cli.options import taking
 from zero_topo.strict import words_of
 
 app = typer.Typer(

@@ -44,7 +44,6 @@ def test_bash_completes_options(tmp_path: Path) -> None:
         ("mig", {"migrate"}),
         ("plan --machine dgx-", {"dgx-a100", "dgx-h100"}),
         ("plan --model gpt-neox-2", {"gpt-neox-2.7b", "gpt-neox-20b"}),
-        ("launch slurm --machine gen", {"generic"}),
     ],
 )
 def test_commands_and_values_complete(

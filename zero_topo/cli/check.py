@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from zero_topo.cli.inputs import naming, refuse
-from zero_topo.cli.job import JobOptions, job_of_config, machine_of, model_of, tensor_of
-from zero_topo.cli.options import taking
+from zero_topo.cli.job import job_of_config, machine_of, model_of, tensor_of
+from zero_topo.cli.options import AsJson, Machine, ModelName, Nodes, Params, Ranks
 from zero_topo.cli.output import print_json, print_notes
 from zero_topo.cli.plan import machine_notes
 from zero_topo.cli.tables import LEGEND, costs_json, plans_table, show
@@ -36,12 +36,19 @@ from zero_topo.topology.render import render_tree
 from zero_topo.versions import SUPPORTED, default_clipping, installed, installed_refusals
 
 
-@taking(JobOptions)
 def check(
-    options: JobOptions,
     ds_config: Annotated[
         str, typer.Argument(metavar="DS_CONFIG", help='DeepSpeed JSON with a "zero_topo" block.')
     ],
+    model: ModelName = None,
+    params: Params = None,
+    seq: Annotated[
+        int | None, typer.Option(min=1, help="Tokens per sequence; default: the model's, or 2048.")
+    ] = None,
+    machine: Machine = AUTO,
+    nodes: Nodes = None,
+    ranks: Ranks = None,
+    as_json: AsJson = False,
 ) -> None:
     """Validate a DeepSpeed config and show its plan. Starts nothing and needs no GPU."""
     refuse(installed_refusals())
@@ -51,18 +58,18 @@ def check(
         block = ZeroTopoConfig.from_ds_config(loaded)
         if block is None:
             raise ValueError('has no "zero_topo" block; add one, such as "zero_topo": {}')
-        found, notes = _machine(options, block, loaded)
+        found, notes = _machine(block, loaded, machine, nodes, ranks)
     clipping = default_clipping(installed("deepspeed") or SUPPORTED["deepspeed"].pinned)
     notes += [*translate(loaded, optimizer=True).lines, *muon_clipping(loaded, clipping)]
     notes += deepspeed_hints(loaded)
     tree = tree_of(found, tensor_of(loaded))
     resolved = None
     cost: Cost | None = None
-    if (model := model_of(options)) is not None:
-        job = job_of_config(loaded, model, tree.world_size)
+    if (shape := model_of(model, params, seq)) is not None:
+        job = job_of_config(loaded, shape, tree.world_size)
         resolved = plan_for(block, tree, job)
         cost = cost_of(resolved, job, found)
-        notes += [*resolved.notes, job.describe(), *model.notes, *machine_notes(found)]
+        notes += [*resolved.notes, job.describe(), *shape.notes, *machine_notes(found)]
     elif is_automatic(block, tree):
         before_a_model(block, tree)
         notes.append(
@@ -75,7 +82,7 @@ def check(
     if lookup(loaded, "expert_parallel.enabled") is True:
         notes.append("expert parallelism is not counted: plan and costs are those without it")
     notes = list(dict.fromkeys(filter(None, [*notes, unasked()])))
-    if options.as_json:
+    if as_json:
         plan = None if resolved is None else replace(resolved, notes=()).to_json()
         costs = None if cost is None else costs_json(cost)
         print_json({"topology": found.to_json(), "plan": plan, "cost": costs, "notes": notes})
@@ -90,23 +97,27 @@ def check(
 
 
 def _machine(
-    options: JobOptions, block: ZeroTopoConfig, loaded: Mapping[str, Any]
+    block: ZeroTopoConfig,
+    loaded: Mapping[str, Any],
+    machine: str,
+    nodes: int | None,
+    ranks: str | None,
 ) -> tuple[Topology, list[str]]:
     """Where the config will run, once DeepSpeed's batch sizes fit its ranks; and what was assumed
     for that.
     """
-    if options.machine != AUTO and block.topology != AUTO:
+    if machine != AUTO and block.topology != AUTO:
         raise ValueError(
-            f"--machine {options.machine}: the block already names its machine, "
+            f"--machine {machine}: the block already names its machine, "
             f"{block.topology!r}; leave --machine out"
         )
-    where: Any = block.topology if options.machine == AUTO else options.machine
-    named = replace(options, machine=where)
-    fewest = None if options.counted else fewest_ranks(block, where)
-    found = machine_of(named if fewest is None else replace(named, ranks=str(fewest)))
+    where = block.topology if machine == AUTO else machine
+    counted = nodes is not None or ranks is not None
+    fewest = None if counted else fewest_ranks(block, where)
+    found = machine_of(where, nodes, ranks if fewest is None else str(fewest))
     tensor = tensor_of(loaded)
     anywhere = isinstance(where, str) and where in (AUTO, *preset_names())
-    if options.counted or not anywhere:
+    if counted or not anywhere:
         refuse(deepspeed_refusals(loaded, tree_of(found, tensor).world_size))
     notes = []
     if fewest is not None:

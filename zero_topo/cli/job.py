@@ -1,16 +1,12 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The machine and the model that a command is about: options that mean the same in all commands."""
+"""The machine, the model and the job that a command is about."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from zero_topo.cli.inputs import LIKE_PARAMS, machine, read_count
-from zero_topo.cli.options import MACHINES, MODEL_NAMES
 from zero_topo.config.deepspeed_parts import half_precision
 from zero_topo.cost.job import Job, deepspeed_settings
 from zero_topo.cost.model_files import load_model
@@ -19,68 +15,28 @@ from zero_topo.topology import Topology, preset_names
 from zero_topo.topology.model import MOST_RANKS
 from zero_topo.topology.presets import load_machine
 
-Ranks = Annotated[
-    str | None,
-    typer.Option("--ranks", "--world-size", metavar="N", help="Number of ranks."),
-]
 
+def machine_of(setting: Any, nodes: int | None, ranks: str | None) -> Topology:
+    """The machine that a command's options name, or that is described.
 
-@dataclass(frozen=True)
-class JobOptions:
-    """Options of all commands that predict."""
-
-    model: Annotated[
-        str | None,
-        typer.Option(
-            autocompletion=MODEL_NAMES,
-            metavar="NAME|FILE",
-            help="Model name, Hugging Face config.json or GPT-NeoX YAML.",
-        ),
-    ] = None
-    params: Annotated[
-        str | None, typer.Option(metavar="N", help="Parameters of the model, such as 20e9 or 20B.")
-    ] = None
-    seq: Annotated[
-        int | None, typer.Option(min=1, help="Tokens per sequence; default: the model's, or 2048.")
-    ] = None
-    machine: Annotated[
-        str,
-        typer.Option(
-            autocompletion=MACHINES,
-            metavar="PRESET|FILE|JSON",
-            help="Preset, .json file or JSON object that describes the machine; auto is this job.",
-        ),
-    ] = "auto"
-    nodes: Annotated[int | None, typer.Option(min=1, metavar="N", help="Number of nodes.")] = None
-    ranks: Ranks = None
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")] = (
-        False
-    )
-
-    @property
-    def counted(self) -> bool:
-        """Return whether the options have a number of nodes or ranks."""
-        return self.ranks is not None or self.nodes is not None
-
-
-def machine_of(options: JobOptions) -> Topology:
-    """The machine that the options name.
+    Args:
+        setting: as the option ``--machine``, or the config's ``topology``.
+        nodes: the number of nodes.
+        ranks: the number of ranks, as written.
 
     Raises:
         ValueError: if there is none, or its ranks do not add up.
     """
-    ranks = None
-    if options.ranks is not None:
-        ranks = read_count(options.ranks, "--ranks", most=MOST_RANKS)
-    if options.nodes is not None:
-        found = options.nodes * _ranks_per_node(options.machine, options.nodes)
-        if ranks not in (None, found):
+    count = None if ranks is None else read_count(ranks, "--ranks", most=MOST_RANKS)
+    if nodes is not None:
+        found = nodes * _ranks_per_node(setting, nodes)
+        if count not in (None, found):
             raise ValueError(
-                f"--nodes {options.nodes} of {options.machine} are {found} ranks, but --ranks is "
-                f"{ranks}; give one of the two"
+                f"--nodes {nodes} of {setting} are {found} ranks, but --ranks is {count}; give one "
+                "of the two"
             )
-        ranks = found
-    return machine(options.machine, ranks)
+        count = found
+    return machine(setting, count)
 
 
 def _ranks_per_node(setting: str, nodes: int) -> int:
@@ -103,19 +59,19 @@ def _ranks_per_node(setting: str, nodes: int) -> int:
     return described.ranks_per_node
 
 
-def model_of(options: JobOptions) -> Model | None:
-    """The model that the options name or describe, if they do.
+def model_of(model: str | None, params: str | None, seq: int | None = None) -> Model | None:
+    """The model that a command's options name or describe, if they do.
 
     Raises:
         ValueError: if it is not known, or named twice.
     """
-    if options.model is not None:
-        if options.params is not None:
-            raise ValueError(f"--model {options.model} has a shape of its own; leave --params out")
-        return load_model(options.model, options.seq)
-    if options.params is None:
+    if model is not None:
+        if params is not None:
+            raise ValueError(f"--model {model} has a shape of its own; leave --params out")
+        return load_model(model, seq)
+    if params is None:
         return None
-    return scaled(read_count(options.params, "--params", LIKE_PARAMS), options.seq or SEQUENCE)
+    return scaled(read_count(params, "--params", LIKE_PARAMS), seq or SEQUENCE)
 
 
 def job_of_config(loaded: Mapping[str, Any], model: Model, ranks: int) -> Job:

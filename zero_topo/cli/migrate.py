@@ -15,11 +15,12 @@ from typing import Annotated, Any
 import typer
 
 from zero_topo.cli.inputs import naming, read_deepspeed_config, refuse
-from zero_topo.cli.job import JobOptions, job_of_config, machine_of, model_of
-from zero_topo.cli.options import Force, taking
+from zero_topo.cli.job import job_of_config, machine_of, model_of
+from zero_topo.cli.options import AsJson, Force, Machine, ModelName, Nodes, Params, Ranks
 from zero_topo.cli.output import print_json, print_notes
 from zero_topo.cli.tables import LEGEND, costs_json, plans_table, show
 from zero_topo.config import (
+    AUTO,
     ZeroTopoConfig,
     deepspeed_hints,
     deepspeed_problems,
@@ -31,7 +32,7 @@ from zero_topo.config.stock_keys import Translation, switched_on, translate
 from zero_topo.cost.bounds import Cost, cost_of
 from zero_topo.cost.memory import predict_memory
 from zero_topo.cost.rule import plan_for
-from zero_topo.cost.transformer import SEQUENCE, scaled
+from zero_topo.cost.transformer import Model, scaled
 from zero_topo.cost.volume import by_domain, loco_bytes, step_bytes, stock_config
 from zero_topo.doctor.refusals import deepspeed_refusals, unasked
 from zero_topo.observe.files import check_files
@@ -43,16 +44,20 @@ EMPTY = "empty"
 USUAL_PARAMS = 10**9
 
 
-@taking(JobOptions)
 def migrate(
-    options: JobOptions,
     ds_config: Annotated[
         str, typer.Argument(metavar="DS_CONFIG", help="DeepSpeed JSON with stage 3.")
     ],
+    model: ModelName = None,
+    params: Params = None,
+    machine: Machine = AUTO,
+    nodes: Nodes = None,
+    ranks: Ranks = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="File to write the new config to.")
     ] = None,
     force: Force = False,
+    as_json: AsJson = False,
 ) -> None:
     """Replace the keys of ZeRO++, LoCo and MiCS by a zero_topo block. Shows what changes."""
     check_files([(output, "", None)], force)
@@ -64,7 +69,11 @@ def migrate(
         # A config to migrate may have no batch sizes yet
         refuse(deepspeed_refusals({**found.config, "train_batch_size": "auto"}, None))
         block = ZeroTopoConfig.parse(found.config[ROOT])
-    compared = _costs(options, active, block, loaded)
+    compared = None
+    if machine != AUTO or nodes is not None or ranks is not None:
+        place = machine_of(machine, nodes, ranks)
+        shape = model_of(model, params) or scaled(USUAL_PARAMS)
+        compared = _costs(place, shape, active, block, loaded)
     if output is not None:
         output.write_text(json.dumps(found.config, indent=2) + "\n", encoding="utf-8")
     changes = [
@@ -72,13 +81,13 @@ def migrate(
         *deepspeed_hints(found.config),
         *filter(None, [unasked()]),
     ]
-    if options.as_json:
+    if as_json:
         print_json(
             {
                 "config": found.config,
                 "translated": list(found.lines),
                 "differences": changes,
-                "costs": compared and {row: costs_json(cost) for row, cost in compared[1].items()},
+                "costs": compared and {row: costs_json(cost) for row, cost in compared.items()},
             }
         )
         return
@@ -87,7 +96,7 @@ def migrate(
     if compared is None:
         print("- bytes and memory: give --machine frontier --nodes 48, or another machine\n")
     else:
-        _show(*compared)
+        _show(compared)
     print(json.dumps(found.config, indent=2) if output is None else f"wrote {output}")
 
 
@@ -141,36 +150,32 @@ def differences(active: Mapping[str, Any], block: ZeroTopoConfig) -> Iterator[st
 
 
 def _costs(
-    options: JobOptions,
+    machine: Topology,
+    model: Model,
     active: Mapping[str, Any],
     block: ZeroTopoConfig,
     loaded: Mapping[str, Any],
-) -> tuple[Topology, dict[str, Cost]] | None:
-    """The machine, and the costs before, after, and of the empty block; None where no machine is
-    named.
-    """
-    if options.machine == "auto" and not options.counted:
-        return None
-    found = machine_of(options)
-    model = model_of(options) or scaled(USUAL_PARAMS, options.seq or SEQUENCE)
-    job = job_of_config(loaded, model, found.world_size)
+) -> dict[str, Cost]:
+    """The costs before, after, and of the empty block."""
+    job = job_of_config(loaded, model, machine.world_size)
     work = job.work
-    stock = stock_config(active, found)
+    stock = stock_config(active, machine)
     # hpZ of DeepSpeed stores its copy in 16 bits
     memory = predict_memory(replace(stock, secondary_spec=None), work, job)
-    if loco := loco_bytes(active, work, found):
+    if loco := loco_bytes(active, work, machine):
         memory["residual"] = loco
     sent = step_bytes(stock, work, stock=stock_keys.MICS_HIERARCHICAL not in active)
     costs = {
         BEFORE: Cost(stock, memory, by_domain(sent), None),
-        AFTER: cost_of(resolve_config(block, found), job, found),
+        AFTER: cost_of(resolve_config(block, machine), job, machine),
     }
     with suppress(ValueError):  # nothing fits
-        costs[EMPTY] = cost_of(plan_for(ZeroTopoConfig(), found, job), job, found)
-    return found, costs
+        costs[EMPTY] = cost_of(plan_for(ZeroTopoConfig(), machine, job), job, machine)
+    return costs
 
 
-def _show(machine: Topology, costs: Mapping[str, Cost]) -> None:
+def _show(costs: Mapping[str, Cost]) -> None:
+    machine = costs[AFTER].config.topology
     show(plans_table(costs, f"On {machine.world_size:,} ranks of {machine.name}"))
     print_notes(LEGEND)
     print(f'- {EMPTY}: what "{ROOT}": {{}} would do here; see zero-topo plan\n')

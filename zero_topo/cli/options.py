@@ -1,12 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Options of several commands, and commands whose options are the fields of a frozen dataclass."""
+"""Options that mean the same in several commands."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from dataclasses import fields
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated
 
 import typer
 
@@ -14,43 +11,32 @@ from zero_topo.cost.model_files import MODELS
 from zero_topo.strict import offering
 from zero_topo.topology.presets import preset_names
 
+MACHINES = offering(preset_names)
+
+ModelName = Annotated[
+    str | None,
+    typer.Option(
+        autocompletion=offering(lambda: MODELS),
+        metavar="NAME|FILE",
+        help="Model name, Hugging Face config.json or GPT-NeoX YAML.",
+    ),
+]
+Params = Annotated[
+    str | None, typer.Option(metavar="N", help="Parameters of the model, such as 20e9 or 20B.")
+]
+Machine = Annotated[
+    str,
+    typer.Option(
+        autocompletion=MACHINES,
+        metavar="PRESET|FILE|JSON",
+        help="Preset, .json file or JSON object that describes the machine.",
+    ),
+]
+Nodes = Annotated[int | None, typer.Option(min=1, metavar="N", help="Number of nodes.")]
+Ranks = Annotated[
+    str | None, typer.Option("--ranks", "--world-size", metavar="N", help="Number of ranks.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")]
 Force = Annotated[
     bool, typer.Option("--force", help="Overwrite a file even if this command did not write it.")
 ]
-MACHINES = offering(preset_names)
-MODEL_NAMES = offering(lambda: MODELS)
-
-
-def taking(options: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a command of a function whose first argument is a dataclass: each field is an option, as
-    typer sees it. The function's other arguments are options of this command alone.
-
-    Args:
-        options: a dataclass whose fields all have defaults and are annotated as typer wants
-            parameters to be.
-    """
-    hints = get_type_hints(options, include_extras=True)
-    parameters = []
-    for field in fields(options):
-        parameters.append(
-            inspect.Parameter(
-                field.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=field.default,
-                annotation=hints[field.name],
-            )
-        )
-
-    def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        _, *others = inspect.signature(function, eval_str=True).parameters.values()
-
-        def command(**given: Any) -> None:
-            own = {other.name: given.pop(other.name) for other in others}
-            function(options(**given), **own)
-
-        command.__name__ = function.__name__
-        command.__doc__ = function.__doc__
-        command.__signature__ = inspect.Signature([*others, *parameters])  # type: ignore[attr-defined]
-        return command
-
-    return decorate

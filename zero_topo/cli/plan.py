@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from zero_topo.cli.job import JobOptions, machine_of, model_of
-from zero_topo.cli.options import taking
+from zero_topo.cli.job import machine_of, model_of
+from zero_topo.cli.options import AsJson, Machine, ModelName, Nodes, Params, Ranks
 from zero_topo.cli.output import print_json, print_notes
 from zero_topo.cli.tables import LEGEND, costs_json, plans_table, show
 from zero_topo.config import AUTO, SCHEMES, ZeroTopoConfig, is_automatic, resolve_config
@@ -30,67 +30,62 @@ from zero_topo.units import format_bytes
 MOST_MICRO_BATCHES = 1024
 
 
-@dataclass(frozen=True)
-class PlanOptions(JobOptions):
-    """Of ``plan``."""
-
+def plan(
+    model: ModelName = None,
+    params: Params = None,
+    machine: Machine = AUTO,
+    nodes: Nodes = None,
+    ranks: Ranks = None,
     micro_batches: Annotated[
         int,
         typer.Option(
             min=1, max=MOST_MICRO_BATCHES, metavar="K", help="Micro-batches per optimizer step."
         ),
-    ] = 1
+    ] = 1,
     tensor_parallel: Annotated[
         int, typer.Option(min=1, metavar="N", help="Ranks that divide each layer among them.")
-    ] = 1
+    ] = 1,
+    as_json: AsJson = False,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.png", help="Draw the memory of each plan.")
-    ] = None
-
-
-@taking(PlanOptions)
-def plan(options: PlanOptions) -> None:
+    ] = None,
+) -> None:
     """Show memory, traffic and seconds of each scheme for a model, and the default with its reason.
 
     Training is in 16 bits with Adam. For the settings of a DeepSpeed config use check.
     """
-    check_files([(options.plot, ".png", PLANS)])
-    machine = machine_of(options)
-    model = model_of(options)
-    if model is None:
+    check_files([(plot, ".png", PLANS)])
+    found = machine_of(machine, nodes, ranks)
+    shape = model_of(model, params)
+    if shape is None:
         raise ValueError("which model? give --params, such as 20B, or --model")
-    tensor = options.tensor_parallel
-    job = Job(model, micro_batches=options.micro_batches, tensor=tensor)
-    tree = tree_of(machine, tensor)
-    costs, notes = costs_of_schemes(machine, tree, job)
-    automatic = is_automatic(ZeroTopoConfig(), tree)
-    default = AUTO if automatic else DEFAULT_SCHEME
-    notes += [*model.notes, *machine_notes(machine), _kept(job)]
-    if options.plot is not None:
-        _draw(options.plot, costs)
-    if options.as_json:
+    job = Job(shape, micro_batches=micro_batches, tensor=tensor_parallel)
+    tree = tree_of(found, tensor_parallel)
+    costs, notes = costs_of_schemes(found, tree, job)
+    default = AUTO if is_automatic(ZeroTopoConfig(), tree) else DEFAULT_SCHEME
+    notes += [*shape.notes, *machine_notes(found), _kept(job)]
+    if plot is not None:
+        _draw(plot, costs)
+    if as_json:
         print_json(
             {
-                "topology": machine.to_json(),
-                "params": model.params,
+                "topology": found.to_json(),
+                "params": shape.params,
                 "setting": job.describe(),
-                "memory_limit": usable(machine.memory_per_rank),
+                "memory_limit": usable(found.memory_per_rank),
                 "default": default,
                 "notes": notes,
                 "plans": {name: costs_json(cost) for name, cost in costs.items()},
             }
         )
         return
-    shape = (
-        f"{machine.nodes} x {machine.gpus_per_node} x {machine.ranks_per_gpu} = "
-        f"{machine.world_size} ranks"
-    )
+    size = f"{found.nodes} x {found.gpus_per_node} x {found.ranks_per_gpu}"
+    title = f"{shape.params:,} parameters on {found.name}: {size} = {found.world_size} ranks"
     rows = {f"{name} *" if name == default else name: cost for name, cost in costs.items()}
-    title = f"{model.params:,} parameters on {machine.name}: {shape}"
-    show(plans_table(rows, f"{title}, micro-batches a step: {job.micro_batches}"))
+    show(plans_table(rows, f"{title}, micro-batches a step: {micro_batches}"))
     print_notes([f"* the default here; {job.describe()}", *LEGEND, *notes])
-    if options.plot is not None:
-        print(f"\nWritten: {options.plot}")
+    if plot is not None:
+        print(f"\nWritten: {plot}")
 
 
 def costs_of_schemes(
