@@ -176,6 +176,13 @@ def test_an_nvlink_domain_is_a_node(
         assert len(joined) == 1
 
 
+def test_a_preset_gets_the_racks_of_the_fabric() -> None:
+    """Hosts of two racks in turn: each rack is a node."""
+    found = resolve_topology("gb200-nvl72", 144, racks(["a", "b"] * 18))
+    assert found == replace(load_preset("gb200-nvl72", 144), order=found.order, hosts=("n0", "n1"))
+    assert {rank // 4 % 2 for rank in found.node_ranks(1)} == {1}
+
+
 def test_without_the_fabric_the_preset_has_the_domain() -> None:
     found = resolve_topology("gb200-nvl72", 144, racks([""] * 36))
     assert shape(found) == (2, 72, 1) and found.order is None

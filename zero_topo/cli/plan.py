@@ -123,7 +123,10 @@ def costs_of_schemes(
 def machine_notes(machine: Topology) -> list[str]:
     """Return what is assumed about a machine, or not known."""
     if machine.name == ALONE:
-        return ["no machine is named: one rank; for another --machine frontier --nodes 48"]
+        return [
+            f"no machine is named: one node, {machine.gpus_per_node} GPUs of one rank each; for "
+            "another --machine frontier --nodes 48"
+        ]
     notes = []
     if assumed := assumptions(machine.name):
         notes.append(f"assumed, not measured, for {machine.name}: {', '.join(assumed)}")

@@ -4,8 +4,8 @@ that FSDP2 lacks.
 
     torchrun --nproc-per-node 4 zero_topo/examples/train_fsdp.py --nodes 2
 
-Four CPU ranks emulate two nodes of two GPUs. On GPUs, leave ``--nodes`` out: the launcher and the
-device tools describe the machine.
+Four CPU ranks emulate two nodes of two GPUs. On GPUs, leave ``--nodes`` out: the ranks find the
+machine.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def found_tree(placements: Sequence[Placement]) -> Topology:
         hosts_per_node=hosts_per_node,
         sources=dict.fromkeys(("nodes", "gpus_per_node", "ranks_per_gpu"), SOURCE),
     )
-    return _ordered(machine, [host for node in nodes for host in node], placements)
+    return _ordered(machine, nodes, placements)
 
 
 def placed(topology: Topology, placements: Sequence[Placement]) -> Topology:
@@ -90,7 +90,7 @@ def placed(topology: Topology, placements: Sequence[Placement]) -> Topology:
     if topology.emulated:
         return topology
     if topology.order is None:
-        topology = _ordered(topology, _hosts(placements), placements)
+        topology = _ordered(topology, _nodes(_hosts(placements), placements), placements)
     check_placements(topology, placements)
     return topology
 
@@ -110,9 +110,10 @@ def _nodes(hosts: Sequence[Ranks], placements: Sequence[Placement]) -> list[list
 
 
 def _ordered(
-    machine: Topology, hosts: Sequence[Ranks], placements: Sequence[Placement]
+    machine: Topology, nodes: Sequence[Sequence[Ranks]], placements: Sequence[Placement]
 ) -> Topology:
-    """Return the machine with the ranks of its hosts in order, GPU by GPU."""
+    """Return the machine with the ranks of its nodes' hosts in order, GPU by GPU."""
+    hosts = [host for node in nodes for host in node]
     order = [0] * len(placements)
     position = 0
     for ranks in hosts:
