@@ -30,15 +30,17 @@ OF_BENCHMARKS = starting("python -m benchmarks ")
 OF_PYTHON = starting("python -m zero_topo.")
 OF_MAKE = starting("make ")
 OF_PIP = starting("pip ")
+OF_SHELL = starting("echo ")
 TINY = "--layers 1 --width 32 --context 16 --steps 2"
 
 
 def test_every_command_is_of_a_kind_that_is_run() -> None:
     """A command in a shell block that none of the tests below would run does not slip in."""
-    known = {*OF_ZERO_TOPO, *OF_BENCHMARKS, *OF_MAKE, *OF_PYTHON, *OF_PIP}
+    known = {*OF_ZERO_TOPO, *OF_BENCHMARKS, *OF_MAKE, *OF_PYTHON, *OF_PIP, *OF_SHELL}
     assert known and set(commands()) == known
     assert {"make demo", "make test"} <= set(OF_MAKE)
     assert len(OF_PIP) == 2  # run by test_packaging.py
+    assert len(OF_SHELL) == 1  # run by test_hook_file.py
 
 
 # Added to a benchmark's command, so that it takes seconds.
