@@ -115,6 +115,7 @@ DEEPSPEEDS: list[tuple[dict[str, Any], int | None, str]] = [
         None,
         '"lr": -1',
     ),
+    ({"optimizer": {"type": "AdamW", "params": {"lr": "1e-3"}}}, None, '"lr": "1e-3"'),
     ({"optimizer": {"type": "AdamS", "params": {"momentum": 0.9}}}, None, "momentum"),
     ({"optimizer": {"type": "Muon", "params": {"ns_method": "foo"}}}, None, "foo"),
     ({"scheduler": {"type": "Warmup", "params": {}}}, None, '"Warmup"'),

@@ -7,6 +7,7 @@ DeepSpeed's own code decides: it reads the config, then builds the optimizer and
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -130,7 +131,10 @@ def _optimizer(read: Any) -> None:
         for builder in (OpBuilder, *_subclasses(OpBuilder)):
             if "load" in vars(builder):
                 stack.enter_context(replaced(builder, "load", lambda *args, **kwargs: NoKernels()))
-        Builder(read).optimizer([matrix, vector])
+        built = Builder(read).optimizer([matrix, vector])
+    # DeepSpeed's kernels, which are not here, would be the first to compute with them.
+    for group in built.param_groups:
+        math.fsum(group.get(key, 0.0) for key in ("lr", "eps", "weight_decay"))
 
 
 def _scheduler(read: Any) -> None:
