@@ -66,7 +66,6 @@ class Mesh:
             created.
         more_pairs: further ``(lo, hi)`` that are used as one group each.
         groups: the groups of ranks that each use the plan; None for one group of all ranks.
-        registered: whether NCCL registers the memory of messages.
     """
 
     def __init__(
@@ -77,7 +76,6 @@ class Mesh:
         pairs: Iterable[tuple[int, int]],
         more_pairs: Iterable[tuple[int, int]] = (),
         groups: Groups | None = None,
-        registered: bool = False,
     ) -> None:
         self.plan = plan
         self.topology = topology
@@ -92,7 +90,7 @@ class Mesh:
         self.rank = self.ranks.index(dist.get_rank())
         self._prefix = groups.prefix if groups else ""
         self._created: list[dist.ProcessGroup] = []
-        self._transport = backends.transport(registered)
+        self._transport = backends.transport()
         self._splitter, self._timeout = _splitter(), _timeout()
         self.calls = 0
         used = dict.fromkeys(

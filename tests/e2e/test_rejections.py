@@ -104,7 +104,7 @@ def test_an_engine_without_a_block_is_stocks_own(refused: Refused) -> None:
 
 
 ODD = {
-    "block": "zero_topo.seed 1 in place of 0",
+    "block": 'zero_topo.accumulation_dtype "bf16" in place of "fp32"',
     "own_rate": "param_groups.0.lr 1.5 in place of 0.5",
     "model": 'model.bias ["torch.float32", true, 5] in place of ["torch.float32", true, 4]',
     "version": 'versions.torch "2.13.1" in place of "2.13.0"',

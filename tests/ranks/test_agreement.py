@@ -198,7 +198,7 @@ OF_A_RANK: dict[str, Any] = {
     "train_batch_size": 8,
     "train_micro_batch_size_per_gpu": 4,
     "gradient_accumulation_steps": 1,
-    "zero_topo": {"topology": "machine.json", "seed": 1},
+    "zero_topo": {"topology": "machine.json", "overlap": True},
     "comms_logger": CommsLoggerConfig().model_dump(),
     "timers": {"throughput": DeepSpeedThroughputTimerConfig().model_dump()},
     "flops_profiler": {"enabled": False, "profile_step": 1, "output_file": None},

@@ -91,7 +91,7 @@ def test_deepspeeds_summary_counts_each_exchange(logger: Any) -> None:
     """And its work has been waited for before the clock stops."""
     waited: list[str] = []
     wait, came = partial(waited.append, "waited"), MagicMock()
-    meter, lines = Meter(enabled=False), []
+    meter, lines = Meter(), []
     meter.listener = partial(comms_timing, logger, lambda line, ranks: lines.append(line))
     for _ in range(3):
         assert (

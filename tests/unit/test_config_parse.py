@@ -61,8 +61,7 @@ MISTAKES: list[tuple[Any, list[str]]] = [
     ({"secondary": "nodes"}, ["zero_topo.secondary", "did you mean 'node'?"]),
     ({"weights": "none", "scheme": "topo"}, ['zero_topo.weights: "none"']),
     ({"topology": 3}, ["zero_topo.topology", "preset", "got 3"]),
-    ({"meter": "yes"}, ["zero_topo.meter", '"yes"']),
-    ({"seed": -1}, ["zero_topo.seed", "-1"]),
+    ({"overlap": "yes"}, ["zero_topo.overlap", '"yes"']),
     ({"accumulation_dtype": "float32"}, ["zero_topo.accumulation_dtype", "'fp32'"]),
     ([1], ["zero_topo: must be a JSON object, got [1]"]),
     (True, ["zero_topo: must be a JSON object, got true"]),
@@ -90,9 +89,9 @@ def test_a_mistake_is_one_line_that_names_key_value_and_way_out(
 def test_two_mistakes_are_both_named() -> None:
     with pytest.raises(
         ValueError,
-        match=r"zero_topo\.seed.*; also zero_topo\.meter|zero_topo\.meter.*zero_topo\.seed",
+        match=r"zero_topo\.report.*; also zero_topo\.overlap",
     ):
-        ZeroTopoConfig.parse({"seed": -1, "meter": 2})
+        ZeroTopoConfig.parse({"report": -1, "overlap": 2})
 
 
 MODELS: dict[str, type[BaseModel]] = {
@@ -127,15 +126,10 @@ def test_any_unknown_key_is_refused_by_name(key: str) -> None:
 
 def test_an_empty_block_is_valid_and_has_the_documented_defaults_for_good() -> None:
     config = ZeroTopoConfig.parse({})
-    assert (config.topology, config.scheme, config.meter, config.debug_checks) == (
-        "auto",
-        None,
-        True,
-        False,
-    )
+    assert (config.topology, config.scheme, config.debug_checks) == ("auto", None, False)
     assert config.quantize.block_size == 256
     with pytest.raises(ValidationError, match="frozen"):
-        config.meter = False  # type: ignore[misc]
+        config.overlap = False  # type: ignore[misc]
     assert config.sync == DenseSync(mode="dense", reduce="reduce_scatter", dtype=None)
 
 
@@ -151,8 +145,6 @@ def test_a_full_block_survives_a_round_trip_through_json() -> None:
         "sync": {"mode": "dense", "reduce": "all_reduce", "dtype": "fp32"},
         "publish": {"dtype": "bf16"},
         "accumulation_dtype": "fp32",
-        "meter": False,
-        "seed": 7,
         "debug_checks": True,
         "two_hop": True,
     }

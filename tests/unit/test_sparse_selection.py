@@ -43,7 +43,6 @@ NORMAL = torch.randn(10_000, generator=torch.Generator().manual_seed(4))
 NUMELS = st.sampled_from([2**31, 2**31 + 5, 2**32, 2**32 + 1, 2**40])
 
 
-PEERS: Any = SimpleNamespace(allocate=torch.empty)
 """A group, of which only the memory for messages is used."""
 
 
@@ -58,7 +57,7 @@ def test_a_message_brings_what_was_selected(x: Tensor, dtype: torch.dtype) -> No
     padding.
     """
     selected, records = non_zero(x), Records(dtype, x.numel())
-    message = records.encode(selected, PEERS)
+    message = records.encode(selected)
     assert message.nbytes == len(selected) * records.nbytes == len(selected) * (4 + dtype.itemsize)
     came, rounded = records.decode(message), selected.rounded(dtype)
     assert torch.equal(came.indices, selected.indices) and torch.equal(came.values, rounded.values)
@@ -73,7 +72,7 @@ def test_indices_do_not_wrap(numel: int, dtype: torch.dtype) -> None:
     indices = torch.tensor([0, 2**31 - 1, 2**31, 2**32 - 1, 2**32, numel - 1])
     indices = indices[indices < numel]
     selected = Selected(indices, torch.ones(len(indices)))
-    assert torch.equal(records.decode(records.encode(selected, PEERS)).indices, indices)
+    assert torch.equal(records.decode(records.encode(selected)).indices, indices)
     assert records.nbytes == (4 if numel <= 2**32 else 8) + dtype.itemsize
 
 

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Implements the process groups of backends that need their own exchanges or memory.
+"""Implements the process groups of backends that need their own exchanges.
 
 Note [Point to point on gloo]
     gloo sends its collectives in rounds: with two ranks an all-to-all reaches half of a link's
@@ -18,10 +18,8 @@ Note [Works that are kept]
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -97,66 +95,11 @@ class Gloo(Group):
         return Handle(received, wait, (parts, received))
 
 
-class Registered(Group):
-    """Exchanges over NCCL in memory that NCCL has registered, so that it need not copy to buffers
-    of its own.
-
-    Not run on a GPU. Source: "User buffer registration" of PyTorch's notes on CUDA.
-    """
-
-    def __init__(self, pools: list[Any], *place: Any) -> None:
-        super().__init__(*place)
-        # One pool for all groups: what one receives, another may send. There is none before the
-        # first exchange.
-        self._pools = pools
-        # Shared by all copies of this group, like the process group.
-        self._registered: list[Any] = []
-
-    def allocate(self, *size: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if not self._pools:
-            return torch.empty(*size, dtype=dtype, device=device)
-        # Whatever is allocated here, NCCL registers with its communicator.
-        with torch.cuda.use_mem_pool(self._pools[0]):
-            return torch.empty(*size, dtype=dtype, device=device)
-
-    def _begin(
-        self,
-        op: Any,
-        nbytes: int,
-        even: bool,
-        begin: Any,
-        *arguments: Any,
-    ) -> Handle[Tensor]:
-        begun = super()._begin(op, nbytes, even, begin, *arguments)
-        if not self._registered and self.group is not None:
-            # Memory is registered with a communicator, which this group's first exchange has just
-            # made.
-            backend: Any = self.group._get_backend(arguments[0].device)
-            if not self._pools:
-                self._pools.append(torch.cuda.MemPool(backend.mem_allocator))
-            backend.register_mem_pool(self._pools[0])  # what it has and whatever it allocates later
-            self._registered.append(backend)
-        return begun
-
-
-def transport(registered: bool = False) -> Callable[..., Group]:
+def transport() -> Callable[..., Group]:
     """Return what makes groups for the world's backend; without a name torch chooses one for each
     device.
-
-    Args:
-        registered: whether NCCL is to register the memory of messages.
-
-    Raises:
-        ValueError: on every rank, if they are to be registered and the backend is not NCCL.
     """
     backend: str = dist.get_backend()
     if backend == "undefined" and dist.get_backend_config() == "cpu:gloo":
         backend = "gloo"
-    if registered and "nccl" not in dist.get_backend_config():
-        raise ValueError(
-            "zero_topo.registered_buffers = true needs NCCL, and the backend of this job is "
-            f"{backend}; remove the key"
-        )
-    if registered:
-        return partial(Registered, [])
     return Gloo if backend == "gloo" else Group

@@ -32,9 +32,6 @@ class Meter:
     whatever algorithm the backend uses. Exchanges for which a backend sends more (gloo's own
     reduce-scatter sends every byte twice) are never used.
 
-    Args:
-        enabled: False counts nothing.
-
     Attributes:
         listener: times exchanges, counted or not.
         last_step: bytes of the last closed optimizer step.
@@ -44,8 +41,7 @@ class Meter:
 
     listener: Listener | None = None
 
-    def __init__(self, enabled: bool = True) -> None:
-        self._enabled = enabled
+    def __init__(self) -> None:
         self._step: Counter[Key] = Counter()  # bytes of the current step
         self.last_step: Counter[Key] = Counter()
         self.total: Counter[Key] = Counter()
@@ -62,7 +58,7 @@ class Meter:
 
     def record(self, phase: str, domain: str, nbytes: int) -> None:
         """Add one collective in which this rank sent ``nbytes``; zero bytes leave no entry."""
-        if self._enabled and nbytes:
+        if nbytes:
             self._step[phase, domain] += nbytes
             self.calls[phase] += 1
 
@@ -73,7 +69,7 @@ class Meter:
 
         Work that overlaps the computation counts only from when the host waits for it. An inner
         phase stops the clock of the outer one. On a GPU only host time is measured. A profiler
-        shows ``zero_topo.<phase>``, even if the meter is off.
+        shows ``zero_topo.<phase>``.
         """
         # Without a profiler, torch.profiler.record_function takes 20 us, 30 times as long as this
         # (0.7 us).
@@ -98,7 +94,7 @@ class Meter:
 
     def _tick(self) -> None:
         now = time.perf_counter()
-        if self._open and self._enabled:
+        if self._open:
             # The innermost phase gets the time since the last change of phases.
             self._seconds[self._open[-1]] += now - self._mark
         self._mark = now

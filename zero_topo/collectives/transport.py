@@ -63,13 +63,9 @@ class Group:
         meter: counts the exchanges.
         phase: the phase under which they count, one of ``plan.PHASES``; only a group of
             :meth:`metered` has one.
-        allocate: makes all buffers that this group sends or receives, but for weights that are sent
-            from where they are stored. Torch's own function, so that it costs nothing; a transport
-            with memory of its own replaces it.
     """
 
     phase: str
-    allocate: Callable[..., Tensor] = staticmethod(torch.empty)
     sums = True
 
     def __init__(
@@ -220,7 +216,7 @@ class Group:
         ``[size, numel]``.
         """
         shape = self.size, message.numel()
-        received = self.allocate(shape, dtype=message.dtype, device=message.device)
+        received = torch.empty(shape, dtype=message.dtype, device=message.device)
         work = dist.all_gather_into_tensor(received, message, group=self.group, async_op=True)
         return self._ended(work, message, received)
 
@@ -229,7 +225,7 @@ class Group:
         has that shape.
         """
         send = table if self.in_order else self._in_order(table, self.members)
-        received = self.allocate(table.shape, dtype=table.dtype, device=table.device)
+        received = torch.empty(table.shape, dtype=table.dtype, device=table.device)
         work = dist.all_to_all_single(received, send, group=self.group, async_op=True)
         return self._ended(work, send, received)
 
@@ -239,7 +235,7 @@ class Group:
         """
         send = table if self.in_order else self._in_order(table, self.members)
         # Of uint8 nothing can be summed: the caller has viewed the table as values.
-        received = self.allocate(1, *table.shape[1:], dtype=table.dtype, device=table.device)
+        received = torch.empty(1, *table.shape[1:], dtype=table.dtype, device=table.device)
         # torch 2.13 has renamed reduce_scatter_tensor.
         old: Any = getattr(dist, "reduce_scatter_tensor", None)
         reduce_scatter = getattr(dist, "reduce_scatter_single", old)
@@ -254,11 +250,11 @@ class Group:
     def _room(self, counts: Sequence[int], rows: Tensor) -> Tensor:
         """Allocate ``[sum(counts), width]`` for rows like the given ones."""
         width = rows.shape[1]
-        return self.allocate(sum(counts), width, dtype=rows.dtype, device=rows.device)
+        return torch.empty(sum(counts), width, dtype=rows.dtype, device=rows.device)
 
     def _in_order(self, table: Tensor, order: tuple[int, ...]) -> Tensor:
         """Return a copy with the entries in another order, which may be sent."""
-        ordered = self.allocate(table.shape, dtype=table.dtype, device=table.device)
+        ordered = torch.empty(table.shape, dtype=table.dtype, device=table.device)
         return torch.index_select(table, 0, _index(order, table.device), out=ordered)
 
     def _all_to_all_uneven(
@@ -441,7 +437,7 @@ def all_gather_views(
     """
     if message is None:
         own_views = [view.member(hierarchy.index) for view in views]
-        message = quantize(own_views, spec, allocate=hierarchy.groups[-1].allocate)
+        message = quantize(own_views, spec)
 
     without = -1 if own else hierarchy.index
 
@@ -538,7 +534,7 @@ def reduce_scatter(
 def _empty(group: Group, destinations: int, nbytes: int, device: torch.device) -> Tensor:
     """Allocate the messages of a group: ``[members, destinations that each represents, bytes]``."""
     shape = group.size, destinations // group.size, nbytes
-    return group.allocate(shape, dtype=torch.uint8, device=device)
+    return torch.empty(shape, dtype=torch.uint8, device=device)
 
 
 def as_bytes(x: Tensor) -> Tensor:

@@ -97,30 +97,15 @@ class ZeroTopoConfig(StrictModel):
         "data_types.grad_accum_dtype, which is the "
         "model's own type unless set. fp32 doubles its memory in 16-bit training.",
     )
-    meter: StrictBool = Field(
-        True, description="Count the bytes each collective sends, by phase and domain."
-    )
     report: str | None = Field(
         None,
         min_length=1,
         description="Folder into which rank 0 writes the run's log and, at its end, tables, plots "
         "and an HTML page.",
     )
-    seed: int | None = Field(
-        None,
-        ge=0,
-        strict=True,
-        description="Seed Python's and torch's generators of rank r with seed + r when the engine "
-        "is built; null leaves them alone.",
-    )
     debug_checks: StrictBool = Field(
         False,
         description="After each step check that all holders of a weight shard agree bit for bit.",
-    )
-    registered_buffers: StrictBool = Field(
-        False,
-        description="Send and receive in memory that NCCL registers (ncclMemAlloc), so that it "
-        "need not copy to buffers of its own. Needs NCCL; not run on a GPU so far.",
     )
     two_hop: Annotated[StrictBool | Literal["gpu"], BeforeValidator(_check_two_hop)] = Field(
         True,

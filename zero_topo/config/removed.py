@@ -43,6 +43,9 @@ REMOVED: tuple[Removed, ...] = (
     Removed("sync.mode", "topk_dsa", 'set it to "oktopk"'),
     Removed("sync.mode", "gtopk", 'set it to "oktopk"'),
     Removed("secondary_on", None, "the secondary copy is always on the device; leave it out"),
+    Removed("seed", None, "call torch.manual_seed in the script"),
+    Removed("meter", None, "bytes are always counted; leave it out"),
+    Removed("registered_buffers", None, "it gained nothing that was measured; leave it out"),
     Removed("frozen", None, 'frozen weights have the plan of the others; set "secondary"'),
 )
 

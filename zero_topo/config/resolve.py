@@ -29,11 +29,8 @@ ROLES = ("weights", "secondary", "gradients", "optimizer")
 UNCHANGED = (
     "accumulation_dtype",
     "overlap",
-    "meter",
     "report",
-    "seed",
     "debug_checks",
-    "registered_buffers",
 )
 """Keys of the block whose value a scheme and the machine do not change."""
 
@@ -58,12 +55,8 @@ class ResolvedConfig:
         accumulation_dtype: dtype of the gradient buffer, or None for the model's own.
         overlap: whether sync overlaps with the last backward pass and publish with the next forward
             pass.
-        meter: whether collectives count their bytes.
         report: folder of the log and the report of a run, or None for none.
-        seed: seed of Python's and torch's generators (rank r takes seed + r), or None to leave them
-            unchanged.
         debug_checks: whether replicas are compared after each step.
-        registered_buffers: whether messages lie in memory that NCCL registers.
         notes: one line for each choice made for the user.
         groups: the groups of ranks that each use the plan (tensor or expert parallelism); None for
             one group of all.
@@ -80,11 +73,8 @@ class ResolvedConfig:
     publish: PublishConfig
     accumulation_dtype: str | None
     overlap: bool
-    meter: bool
     report: str | None
-    seed: int | None
     debug_checks: bool
-    registered_buffers: bool
     notes: tuple[str, ...]
     groups: Groups | None = None
 

@@ -205,8 +205,7 @@ class CodeStore:
         change: Change,
         nbytes: int,
     ) -> Handle[None]:
-        allocate = hierarchy.groups[-1].allocate
-        message = ops.encode_changes(own, part, change, nbytes, allocate)
+        message = ops.encode_changes(own, part, change, nbytes)
 
         def finish(received: Tensor) -> None:
             ops.apply_changes(received, part, hierarchy.index)

@@ -99,8 +99,7 @@ def pack(copies: Sequence[Copy], messages: Sequence[Sequence[int]], sizes: Seque
     # Several messages that all must be encoded: each directly at its place in the buffer.
     if len(messages) > 1 and not stored:
         first = copies[messages[0][0]]
-        group = first.hierarchy.groups[-1]
-        buffer = group.allocate(sum(sizes), dtype=torch.uint8, device=first.data.device)
+        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=first.data.device)
         for message, out in zip(messages, buffer.split(list(sizes)), strict=True):
             _encode(copies, message, out)
         return buffer
@@ -115,7 +114,7 @@ def pack(copies: Sequence[Copy], messages: Sequence[Sequence[int]], sizes: Seque
 def _encode(copies: Sequence[Copy], message: Sequence[int], out: Tensor | None = None) -> Tensor:
     first = copies[message[0]]
     views = [copies[param_index].view for param_index in message]
-    return quantize(views, first.wire, out, allocate=first.hierarchy.groups[-1].allocate)
+    return quantize(views, first.wire, out)
 
 
 def gather(

@@ -84,7 +84,7 @@ class Stage3:
         self.scatter_dtype = scatter_dtype
         self.bucket_numel = bucket_numel
         self.accumulation_dtype = _dtype(config.accumulation_dtype, accumulation_dtype)
-        self.meter = Meter(config.meter)
+        self.meter = Meter()
         self._counts_steps = True
         self.queues = Queues(like.device, config.overlap)
         self._loss_scale = loss_scale
@@ -147,9 +147,8 @@ class Stage3:
         whole = (1, config.plan.optimizer)
         has_whole = any(p.whole for p in trained)
         whole_pairs = [whole] if has_whole else []
-        of_nccl = config.registered_buffers
         self.mesh = Mesh(
-            config.plan, config.topology, self.meter, [*pairs, *exact], whole_pairs, groups, of_nccl
+            config.plan, config.topology, self.meter, [*pairs, *exact], whole_pairs, groups
         )
         self.publish_dtype = _dtype(config.publish.dtype, like.dtype)
         self.run_numel = config.sync.run_numel(self.bucket_numel, sum(p.numel for p in trained))

@@ -305,7 +305,7 @@ class Weights:
             # master.
             differ = rows - own[:, shard_ranges[0][0] : shard_ranges[-1][1]]
             differences += range_views(differ, packed_ranges(shard_ranges), wire.block_size)
-        message = quantize(differences, wire, allocate=hierarchy.groups[-1].allocate)
+        message = quantize(differences, wire)
         # The owner applies its own message too, so that all copies have the same bits.
         own_views = [view.member(hierarchy.index) for view in views]
         dequantize(message, wire, own_views, accumulate=True)

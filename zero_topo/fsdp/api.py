@@ -122,9 +122,8 @@ def _attached(
     if hasattr(model, ATTACHED):
         raise ValueError(f"{type(model).__name__} is attached already; attach a model once")
     check_sharding(model, plan, rank)
-    meter = Meter(config.meter)
-    registered = config.registered_buffers
-    mesh = Mesh(plan, config.topology, meter, plan.pairs(), registered=registered)
+    meter = Meter()
+    mesh = Mesh(plan, config.topology, meter, plan.pairs())
     states = states or state_mesh(plan, device.type)
     whole = whole_mesh(plan, device.type)
     host = Host(model, config, mesh, states, whole, divisor)

@@ -19,7 +19,6 @@ from zero_topo.topology.discover import resolve_topology
 from zero_topo.topology.placements import Placement
 
 OF_DEEPSPEED: Mapping[str, str] = {
-    "seed": "call torch.manual_seed",
     "report": "call zero_topo.fsdp.report",
     "lossy": 'name a scheme, such as "paper"',
 }

@@ -85,7 +85,7 @@ class Publisher:
     def _start(self, run: list[Part]) -> Handle[None]:
         block = self.wire.block_size
         own = [part.message(self.delta, block) for part in run]
-        message = quantize(own, self.wire, allocate=self._hierarchy.groups[-1].allocate)
+        message = quantize(own, self.wire)
         stored = [part.stored(block) for part in run]
         # The owner decodes its own message too: it stores what the others store.
         return all_gather_views(self._hierarchy, stored, self.wire, message, self.delta, own=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import random
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -356,15 +355,3 @@ def job_of(engine: Any, trains: bool = True) -> Job:
         offload=engine.zero_cpu_offload(),
         loss_scaled=engine.fp16_enabled(),
     )
-
-
-def seed_everything(seed: int | None, rank: int) -> None:
-    """Seed Python's and torch's generators with ``seed + rank``: dropout differs between ranks and
-    repeats.
-    """
-    if seed is None:
-        return
-    import torch
-
-    random.seed(seed + rank)
-    torch.manual_seed(seed + rank)

@@ -33,7 +33,7 @@ from torch.utils.file_baton import FileBaton
 from zero_topo.config import deepspeed_hints
 from zero_topo.config.deepspeed_json import muon_clipping
 from zero_topo.hook.inference import TopoInference, follows_plan
-from zero_topo.hook.initialize import checked_first, seed_everything
+from zero_topo.hook.initialize import checked_first
 from zero_topo.hook.loading import loading_together
 from zero_topo.hook.optimizer import TopoStage3
 from zero_topo.hook.parameters import by_owner
@@ -170,7 +170,6 @@ def _choosing_class(configure: Callable[..., Any], engine: Any, optimizer: Any) 
                 "gathers them"
             ],
         )
-        seed_everything(resolved.seed, rank)
         return configure(engine, None)
     if optimizer is None:
         kind = partial(
@@ -204,7 +203,6 @@ def _choosing_class(configure: Callable[..., Any], engine: Any, optimizer: Any) 
     for plan in configs[1:]:
         log_notes(rank, [f"experts: {note}" for note in plan.notes])
     report_steps(engine, built)
-    seed_everything(resolved.seed, rank)
     return built
 
 

@@ -46,8 +46,6 @@ from zero_topo.quant.reference_sparse import aged_adamw as reference_aged_adamw
 from zero_topo.quant.spec import ALIGNMENT, CHUNK, FLOAT_NAMES, Cast, ChangeSpec, Format
 
 Target = TypeVar("Target", bound=Views)
-Allocate = Callable[..., Tensor]
-"""Makes a buffer for messages: called as ``torch.empty``."""
 
 
 def cast_to(dtype: torch.dtype) -> Cast:
@@ -60,7 +58,6 @@ def quantize(
     spec: Format,
     out: Tensor | None = None,
     without: int = -1,
-    allocate: Allocate = torch.empty,
 ) -> Tensor:
     """Quantize values into one message for each member, and return ``out``.
 
@@ -71,7 +68,6 @@ def quantize(
         out: ``[nbytes]``, ``[members, nbytes]`` or ``[outer, inner, nbytes]`` with
             ``nbytes = spec.nbytes(numel)``; allocated if None.
         without: a member whose message is not written.
-        allocate: makes ``out``: ``Group.allocate`` of the group that sends it.
 
     Raises:
         ValueError: if ``out`` has the wrong size, or the views have different members.
@@ -80,7 +76,7 @@ def quantize(
     nbytes = spec.nbytes(numel)
     if out is None:
         size = [nbytes] if members == 1 else [members, nbytes]
-        out = allocate(size, dtype=torch.uint8, device=flats[0].device)
+        out = torch.empty(size, dtype=torch.uint8, device=flats[0].device)
     missing = (None,) * (4 - out.dim())
     # a view takes half as long as indexing
     table = out.view(1, 1, 1, -1) if out.dim() == 1 else out[missing]
@@ -248,7 +244,6 @@ def encode_changes(
     codes: Codes,
     change: Change,
     nbytes: int,
-    allocate: Allocate = torch.empty,
 ) -> Tensor:
     """Change the codes of the masters' rows, and encode the changes in a message.
 
@@ -257,13 +252,12 @@ def encode_changes(
         codes: the part to publish; changed in place.
         change: the result of :func:`assess_changes`.
         nbytes: bytes of the message, at least those of :class:`~zero_topo.quant.spec.ChangeSpec`.
-        allocate: makes the message.
 
     Returns:
         uint8 ``[nbytes]``.
     """
     _check_devices(masters.table, codes.stored, change.scales)
-    message = allocate(nbytes, dtype=torch.uint8, device=codes.stored.device)
+    message = torch.empty(nbytes, dtype=torch.uint8, device=codes.stored.device)
     blocks = codes.blocks
     chunks = -(-blocks // CHUNK)
     at = ChangeSpec(codes.block).counts_offset(blocks)

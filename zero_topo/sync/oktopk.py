@@ -364,7 +364,7 @@ class OkTopkByRow(Sparse):
         indices = largest_of_rows(rows, k)
         places = (indices + width * counted(size, total)[:, None]).view(-1)
         selected = Selected(places, total[places]).rounded(self.dtype)
-        packets = records.encode(Selected(indices.view(-1), selected.values), self.peers)
+        packets = records.encode(Selected(indices.view(-1), selected.values))
         # Packets of a fixed length: no counts are sent, and the host waits for nothing.
         arriving = self.peers.all_to_all_later(packets.view(size, k, -1))
         report = Report(density=k / width)
@@ -397,7 +397,7 @@ class OkTopkByRow(Sparse):
     def _gathered(self, chosen: Selected, records: Records) -> Tensor:
         """Gather the sums that each owner has chosen, ``[P * m]``; all owners choose as many."""
         shape = self.peers.size, len(chosen)
-        packets = self.peers.gather(records.encode(chosen, self.peers))
+        packets = self.peers.gather(records.encode(chosen))
         received = records.decode(packets.flatten(0, 1))
         reduced = chosen.values.new_zeros(self.peers.size, records.numel)
         reduced.scatter_(1, received.indices.view(shape), received.values.view(shape))

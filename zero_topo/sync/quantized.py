@@ -107,7 +107,7 @@ class Quantized(Crossing):
         views = range_views(rows[:, None], merged(places, block), block)
         # In memory of the group that sends it; the own row is added uncompressed, so nothing is
         # written for it.
-        messages = quantize(views, self.wire, without=own, allocate=self.peers.allocate)
+        messages = quantize(views, self.wire, without=own)
         across = self.peers.all_to_all_later(messages)
         if self._feedback:
             dequantize(messages, self.wire, views, -1.0, accumulate=True, without=own)

@@ -100,16 +100,15 @@ class Records:
         """The bytes of one selected element as sent."""
         return index_bytes(self.numel) + self.dtype.itemsize
 
-    def encode(self, selected: Selected, peers: Group) -> Tensor:
-        """Encode as int32 ``[selections, nbytes / 4]``, or int16 if values have 2 bytes, in memory
-        of the peers' group.
+    def encode(self, selected: Selected) -> Tensor:
+        """Encode as int32 ``[selections, nbytes / 4]``, or int16 if values have 2 bytes.
 
         4-byte indices are unsigned.
         """
         head, tail = self._words
         word = self._word
         device = selected.values.device
-        message = peers.allocate(len(selected), head + tail, dtype=word, device=device)
+        message = torch.empty(len(selected), head + tail, dtype=word, device=device)
         # An index and its value side by side: a message can be cut after any record.
         message[:, :head] = selected.indices.to(self._index).view(word).view(-1, head)
         message[:, head:] = selected.values.to(self.dtype).view(word).view(-1, tail)
@@ -134,13 +133,13 @@ class Records:
         """Send the next ``sizes[p]`` elements to each peer ``p``; return those received, in the
         order of the peers.
         """
-        return self.decode(peers.all_to_all_known(self.encode(selected, peers), sizes, expected))
+        return self.decode(peers.all_to_all_known(self.encode(selected), sizes, expected))
 
     def gather(self, peers: Group, selected: Selected, counts: Sequence[int]) -> Selected:
         """Gather the elements of all peers, in the order of the peers; ``counts`` is equal on
         all.
         """
-        return self.decode(peers.gather_known(self.encode(selected, peers), counts))
+        return self.decode(peers.gather_known(self.encode(selected), counts))
 
     @property
     def _index(self) -> torch.dtype:

@@ -71,7 +71,12 @@ def arguments(good: Json) -> dict[str, Call]:
 def odd(good: Json, rank: int) -> dict[str, Call]:
     """Calls that rank 1 makes with something else than rank 0."""
     return {
-        "block": lambda: engine({**good, "zero_topo": {**good["zero_topo"], "seed": rank}}),
+        "block": lambda: engine(
+            {
+                **good,
+                "zero_topo": {**good["zero_topo"], "accumulation_dtype": ("fp32", "bf16")[rank]},
+            }
+        ),
         "model": lambda: engine(good, width=4 + rank),
         "own_rate": lambda: with_optimizer(good, lr=0.5 + rank),
         "machine": lambda: engine({**good, "zero_topo": {"scheme": "zero3", "weights": 3}}),
