@@ -60,7 +60,7 @@ class ClusterOptions(Outputs):
         str, typer.Option(metavar="t8|t16|t32|FILE", help="The cluster to emulate.")
     ] = "t8"
     schemes: Annotated[str, typer.Option(help="Comma-separated.")] = (
-        "zero3,zero++,paper,topo,topo-q4,topo-q4-gpu,codes-q4,zero2-q4,topo-ternary,node-ternary,zero2-ternary,"
+        "zero3,zero++,paper,topo,topo-nf4,zero2-nf4,topo-ternary,node-ternary,zero2-ternary,"
         "all-reduce,topo-oktopk,topo-radius,topo-tagc,topo-scape"
     )
     micro_batches: Annotated[str, typer.Option(help="Per optimizer step, comma-separated.")] = "1,8"
@@ -162,7 +162,7 @@ class ConvergenceOptions(Outputs):
     """Of ``benchmarks convergence``."""
 
     schemes: Annotated[str, typer.Option(help="Comma-separated.")] = (
-        "zero3,zero++,paper,topo-scatter4,topo,topo-q4"
+        "zero3,zero++,paper,topo-scatter4,topo,topo-nf4"
     )
     steps: Annotated[int, typer.Option(min=10, help="Optimizer steps of each run.")] = 300
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each scheme.")] = 3
@@ -237,7 +237,7 @@ class ScaleOptions(Outputs):
         str, typer.Option(help="Of the pretended worlds, comma-separated; multiples of 8.")
     ] = "8,16,128,384,4096,75264"
     schemes: Annotated[str, typer.Option(help="Comma-separated.")] = (
-        "zero3,zero++,hsdp,paper,topo,topo-q8,topo-q4,oktopk,radius,tagc,scape"
+        "zero3,zero++,hsdp,paper,topo,topo-nf4,oktopk,radius,tagc,scape"
     )
     blocks: Blocks = None
     params: Annotated[int, typer.Option(min=1, help="Parameters of the model.")] = 32

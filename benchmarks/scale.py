@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
+from unittest.mock import patch
 
 from benchmarks.bare import BareStep, fake_world
 from benchmarks.counting import Counts, Launches
@@ -24,6 +25,7 @@ from benchmarks.ranks import Ranks, on_loopback
 from benchmarks.records import GrowingRecord, Spread, Tick, record
 from benchmarks.schemes import KNOWN, BenchScheme
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
+from zero_topo.quant import spec
 from zero_topo.topology.model import Topology
 from zero_topo.topology.presets import emulated
 
@@ -90,11 +92,11 @@ class ScaleBench:
                 f"{scheme.name!r} is measured on real ranks, with the others: choose a scheme of "
                 "zero_topo"
             )
-        quantize = {"block_size": BLOCK, **scheme.block.get("quantize", {})}
-        block = {**scheme.block, "overlap": False, "quantize": quantize}
+        block = {**scheme.block, "overlap": False}
         if "sync" in block:
             block["sync"] = {**block["sync"], **SOON.get(block["sync"].get("mode"), {})}
-        return resolve_config(ZeroTopoConfig.parse(block), machine(ranks))
+        with patch.object(spec, "BLOCK", BLOCK):
+            return resolve_config(ZeroTopoConfig.parse(block), machine(ranks))
 
     def ticks(self) -> int:
         """Measurements that :func:`run` announces, one tick each."""

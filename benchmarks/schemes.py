@@ -78,11 +78,6 @@ class BenchScheme:
         )
 
 
-def _quantized(bits: int) -> dict[str, Any]:
-    sync = {"mode": "quantized", "bits": bits}
-    return {"scheme": "topo", "sync": sync, "publish": {"delta": f"int{bits}"}}
-
-
 def _synced(
     name: str,
     sync: Mapping[str, Any],
@@ -104,7 +99,7 @@ def _synced(
 
 
 RADIUS = {"mode": "radius", "density": 0.4, "interval": 50, "start": 60}
-INT4 = {"mode": "quantized", "bits": 4}
+NF4 = {"mode": "quantized"}
 TERNARY = {"mode": "ternary"}
 REPLICATED = {"optimizer": "node"}
 SHARDED = {"sharded": True}
@@ -123,7 +118,7 @@ KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
             BenchScheme("stock-tp2", None, tensor=2),
             BenchScheme("stock-ring-tp2", None, ring=True, tensor=2),
             BenchScheme("topo-tp2", {"scheme": "topo"}, tensor=2),
-            BenchScheme("topo-q4-tp2", _quantized(4), tensor=2),
+            BenchScheme("topo-nf4-tp2", {"scheme": "topo", "sync": NF4}, tensor=2),
             # FSDP2, by itself and with our collectives and optimizer shards.
             *(
                 BenchScheme(f"{host}{word}", None, ring=bool(word), host=host)
@@ -132,19 +127,13 @@ KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
             ),
             BenchScheme("fsdp-paper", {"scheme": "paper"}, host="fsdp"),
             BenchScheme(
-                "fsdp-q4",
-                {"scheme": "paper", "sync": INT4, "publish": {"delta": "int4"}},
+                "fsdp-nf4",
+                {"scheme": "paper", "sync": NF4, "quantize": {"publish": "int4"}},
                 host="fsdp",
             ),
-            BenchScheme("topo-q8", _quantized(8)),
-            BenchScheme("topo-q4", _quantized(4)),
-            BenchScheme("topo-q4-gpu", {**_quantized(4), "two_hop": "gpu"}),
             BenchScheme("topo-16bit", {"scheme": "topo", "quantize": {"resident": None}}),
-            # INT4 sync with INT8 weights; such names fit a table.
-            BenchScheme(
-                "codes-q4", {"scheme": "topo", "quantize": {"resident": "int8"}, "sync": INT4}
-            ),
-            BenchScheme("zero2-q4", {"scheme": "topo-zero2", "sync": INT4}),
+            BenchScheme("topo-nf4", {"scheme": "topo", "sync": NF4}),
+            BenchScheme("zero2-nf4", {"scheme": "topo-zero2", "sync": NF4}),
             # Sparse sync with INT8 weights; where the optimizer is replicated nothing is published.
             BenchScheme(
                 "topo-oktopk",
@@ -176,13 +165,13 @@ KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
                 for name, sync, of in (
                     ("", {"mode": "dense"}, {}),
                     ("-muon", {"mode": "dense"}, MUON),
-                    ("-q4", INT4, {}),
-                    ("-q4-muon", INT4, MUON),
+                    ("-nf4", NF4, {}),
+                    ("-nf4-muon", NF4, MUON),
                 )
             ),
             _synced("muon", {"mode": "dense"}, replicated=True, **MUON),
             _synced("muon-changed", {"mode": "dense"}, replicated=True, **MUON, change=1e-3),
-            _synced("muon-q4", INT4, replicated=True, **MUON),
+            _synced("muon-nf4", NF4, replicated=True, **MUON),
             # What each part of topo costs in loss: nothing quantized, and the scatter inside the
             # node alone.
             BenchScheme("topo-exact", {"scheme": "topo", "quantize": PLAIN}),
@@ -224,8 +213,7 @@ KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
             ),
             # In 200 steps on 8 to 48 nodes: formats with feedback, Radius, and dense or denser
             # steps at the beginning.
-            _synced("sync-int4", INT4),
-            _synced("sync-nf4", {"mode": "quantized", "bits": "nf4"}),
+            _synced("sync-nf4", NF4),
             _synced("radius-paper", {**RADIUS, "interval": 25, "start": 30}),
             *(
                 _synced(f"{name}-{word}", {**sync, **begin}, "AgedAdamW")

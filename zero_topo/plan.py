@@ -79,7 +79,6 @@ class Plan:
             placement).
         inner: ranks of a node, if collectives that span nodes are hierarchical (Note [Hierarchical
             collectives]); None makes every collective use a single process group.
-        gpu: ranks of a GPU, if gathers and the scatter inside a node are hierarchical too.
 
     Raises:
         ValueError: if a degree does not divide the world or the dependency rule W | G | O | N is
@@ -93,7 +92,6 @@ class Plan:
     optimizer: int
     order: tuple[int, ...] | None = None
     inner: int | None = None
-    gpu: int | None = None
 
     def __post_init__(self) -> None:
         self._check_degrees()
@@ -143,7 +141,6 @@ class Plan:
         cls,
         topology: Topology,
         degrees: Sequence[Degree | None],
-        two_hop: bool | Literal["gpu"] = True,
     ) -> Plan:
         """Build a machine's plan from (weights, secondary, gradients, optimizer), each a domain
         name, a degree or None.
@@ -158,9 +155,7 @@ class Plan:
             for role, value in zip(roles, degrees, strict=True)
         )
         assert w is not None and g is not None and o is not None
-        inner = topology.degree("node") if two_hop else None
-        gpu = topology.degree("gpu") if two_hop == "gpu" else None
-        return cls(topology.world_size, w, s, g, o, topology.order, inner, gpu)
+        return cls(topology.world_size, w, s, g, o, topology.order, topology.degree("node"))
 
     def degrees(self) -> dict[str, int | None]:
         """Return role -> degree."""
@@ -263,9 +258,6 @@ class Plan:
         collectives]).
         """
         middle = self.inner
-        if middle is not None and hi <= middle:
-            # With one gradient shard a rank, only sync is left
-            middle = self.gpu if lo == 1 < self.gradients else None
         if middle is None or not lo < middle < hi or middle % lo or hi % middle:
             return [(lo, hi)]
         return [(lo, middle), (middle, hi)]

@@ -45,7 +45,7 @@ LAYERS, WIDTH, CONTEXT, BATCH = (4, 6144, 2048, 2) if ON_GPU else (4, 64, 16, 2)
 SETUP = TrainingSetup(
     LAYERS, WIDTH, CONTEXT, BATCH, bucket_numel=500_000_000, prefetch_numel=50_000_000
 )
-SCHEMES = ("stock", "zero++", "topo", "topo-16bit", "topo-q4")
+SCHEMES = ("stock", "zero++", "topo", "topo-16bit", "topo-nf4")
 PERSISTENT = {"stage3_param_persistence_threshold": 100_000}  # DeepSpeed's default
 ROWS = (
     *((scheme, scheme, {}) for scheme in SCHEMES),

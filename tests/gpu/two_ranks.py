@@ -73,8 +73,7 @@ LARGE_SCHEMES: dict[str, dict[str, Any] | None] = {
     "topo, INT4 sync and publish, nodes apart": {
         "scheme": "topo",
         "topology": APART,
-        "sync": {"mode": "quantized", "bits": 4},
-        "publish": {"delta": "int4"},
+        "sync": {"mode": "quantized"},
     },
     "topo, one node": {"scheme": "topo", "topology": PAIR},
 }
@@ -171,8 +170,7 @@ CASES = (
         {
             "scheme": "topo",
             "topology": APART,
-            "sync": {"mode": "quantized", "bits": 4},
-            "publish": {"delta": "int4"},
+            "sync": {"mode": "quantized"},
         },
     ),
     Case("ternary", {"scheme": "topo", "topology": APART, "sync": {"mode": "ternary"}}, 0.3),

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.plans import BLOCK
+from zero_topo.quant import spec
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """They need the fixtures of `tests/rank_plugin.py`, and its process group."""
@@ -12,3 +15,9 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(
             "these tests run on every rank of a launch: `make test-launcher K=<part of a name>`"
         )
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters of few elements have several blocks."""
+    monkeypatch.setattr(spec, "BLOCK", BLOCK)

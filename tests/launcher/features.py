@@ -57,14 +57,9 @@ def as_it_comes(tolerance: float, **keys: Any) -> Way:
 SCHEMES: dict[str, tuple[Way, ...]] = {
     "zero3": (Way(block("zero3")),),
     "zero++": (Way(block("zero++")), as_it_comes(0.1, scheme="zero++")),
-    "mics": (Way(block("mics")),),
+    "hsdp": (Way(block("hsdp")),),
     "paper": (Way(block("paper")), as_it_comes(0.1, scheme="paper")),
     "topo": (Way(block("topo")), as_it_comes(0.1, scheme="topo")),
-    "topo-q4": (
-        as_it_comes(
-            0.1, scheme="topo", sync={"mode": "quantized", "bits": 4}, publish={"delta": "int4"}
-        ),
-    ),
     "oktopk": (Way(block("topo", sync={"mode": "oktopk", "density": 0.2}), 0.25),),
 }
 

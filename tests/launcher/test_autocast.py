@@ -94,7 +94,7 @@ def test_residuals_know_the_scale_of_fp16() -> None:
     """DeepSpeed's own loss scale is 1 next to the scaler of FP16, and gradients are 65536 times too
     large.
     """
-    sync = {"mode": "quantized", "bits": 8, "error_feedback": True}
+    sync = {"mode": "quantized", "bits": 8}
     with lower_dtypes():
         mine = run(job(block("topo", sync=sync), "float16"))
         with running(job(block("topo", sync=sync), "float16")) as engine:

@@ -52,13 +52,12 @@ CLOSE = {"fp32": 1e-6, "bf16": 3e-3}
 OFFLOAD: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
 Q4: dict[str, Any] = {
     "quantize": {},
-    "sync": {"mode": "quantized", "bits": 4},
-    "publish": {"delta": "int4"},
+    "sync": {"mode": "quantized"},
 }
 OKTOPK = {"mode": "oktopk", "tau_prime": 4, "sharded": True, "density": 0.1}
 RADIUS = {"mode": "radius", "density": 0.25, "interval": 4}
 SCAPE = {"mode": "scape", "density": 0.1, "warmup": 5}
-CODES: dict[str, Any] = {"quantize": {"resident": "int8", "block_size": 64}}
+CODES: dict[str, Any] = {"quantize": {"resident": "int8"}}
 WIDE = replace(job(block("topo", **CODES), "bf16"), model=partial(net, 64), steps=6)
 RESUMED: dict[str, Job] = {
     "codes": WIDE,
@@ -69,7 +68,6 @@ RESUMED: dict[str, Job] = {
     "zero++": job(block("zero++", quantize={}), pipeline_loading_checkpoint=True),
     "hsdp_bf16": job(block("hsdp"), "bf16"),
     "hsdp_offload": job(block("hsdp"), **OFFLOAD),
-    "hsdp_published_in_bf16": job(block("hsdp", publish={"dtype": "bf16"})),
     "quantized": job(block("topo", **Q4), "bf16"),
     "quantized_replicated": job(block("topo", optimizer="node", **Q4)),
     "oktopk": job(block("topo", sync=OKTOPK), "bf16"),

@@ -46,7 +46,7 @@ def plan(path: Path) -> tuple[object, ...]:
     assert block is not None
     found = resolve_config(block, resolve_topology(block.topology, dist.get_world_size()))
     formats = (found.weights_spec, found.secondary_spec, found.gradients_spec)
-    return found.plan, *formats, found.sync, found.publish
+    return found.plan, *formats, found.sync
 
 
 CONFIGS = {plan(path): path for path in sorted((ROOT / "configs").glob("*.json"), reverse=True)}

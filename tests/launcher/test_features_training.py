@@ -127,9 +127,7 @@ def test_a_weight_read_outside_its_module_has_the_same_value_each_time(scheme: s
     """The first pass gathers it where it is read, later ones with the module that reads it, and
     after a step too.
     """
-    job = Job(
-        ReadsAWeight, block(scheme, quantize={"weights": "int8", "block_size": 64}), micro_batches=4
-    )
+    job = Job(ReadsAWeight, block(scheme, quantize={"weights": "int8"}), micro_batches=4)
     x, y = batch(0, 0, torch.float32)
     with running(job) as engine:
         losses = []
@@ -158,7 +156,7 @@ def owned(kind: str, zero_topo: dict[str, Any] | None) -> Iterator[nn.Module]:
         yield engine
 
 
-@pytest.mark.parametrize("quantize", [{"block_size": 64}, late(PLAIN)], ids=["codes", "plain"])
+@pytest.mark.parametrize("quantize", [{}, late(PLAIN)], ids=["codes", "plain"])
 @pytest.mark.parametrize("kinds", often(PAIRS[:2], PAIRS))
 def test_an_edit_of_parameters_of_two_models_reaches_both(
     kinds: tuple[str, str], quantize: dict[str, Any]

@@ -21,7 +21,7 @@ from tests.launcher.models import adapted
 from tests.launcher.training import Job, advance, batch, block, mse, running, weights
 from tests.marks import late
 
-CODES: dict[str, Any] = {"quantize": {"block_size": 64}}
+CODES: dict[str, Any] = {"quantize": {}}
 
 
 def job(zero_topo: dict[str, Any] | None, dtype: str = "bf16", **zero: Any) -> Job:

@@ -17,7 +17,7 @@ from tests.launcher.parity import Result, assert_equal, run
 from tests.launcher.training import Job, Net, advance, block, ds_config, running
 from tests.marks import late
 
-SCHEMES = ["topo", *map(late, ("zero3", "zero++", "mics", "hsdp", "paper", "topo-zero2"))]
+SCHEMES = ["topo", *map(late, ("zero3", "zero++", "hsdp", "paper", "topo-zero2"))]
 
 
 def listed(model: nn.Module, reversed_on: tuple[int, ...] = ()) -> list[dict[str, Any]]:

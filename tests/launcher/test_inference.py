@@ -40,7 +40,7 @@ from zero_topo.cost import by_domain
 from zero_topo.cost.memory import memory_bytes
 from zero_topo.cost.volume import step_bytes
 
-CODES: dict[str, Any] = {"block_size": 64}
+CODES: dict[str, Any] = {}
 ZERO = {"stage3_prefetch_bucket_size": 0, "stage3_gather_16bit_weights_on_model_save": True}
 
 

@@ -19,7 +19,7 @@ from tests.launcher.checkpoints import assert_same_bits
 from tests.launcher.training import Job, Net, advance, batch, block, mse, running, weights
 from tests.marks import late
 
-Q4: dict[str, Any] = {"sync": {"mode": "quantized", "bits": 4}}
+Q4: dict[str, Any] = {"sync": {"mode": "quantized"}}
 BLOCKS: dict[str, dict[str, Any]] = {
     "topo": block("topo"),
     "quantized sync": block("topo", **Q4),

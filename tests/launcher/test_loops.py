@@ -25,7 +25,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "topo": block("topo"),
     "zero++": block("zero++"),
     "replicated optimizer": block("topo", optimizer="node"),
-    "quantized": block("topo", quantize={}, sync={"mode": "quantized", "bits": 4}),
+    "quantized": block("topo", quantize={}, sync={"mode": "quantized"}),
 }
 # The first gradient of the inner pass fills a bucket, so DeepSpeed reduces it in that pass.
 SMALL = {"zero_optimization": {"reduce_bucket_size": 200}}

@@ -45,7 +45,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "topo": TOPO,
     "zero++": block("zero++"),
     "INT8 weights": block("topo", quantize={"resident": "int8"}),
-    "differences": block("topo", optimizer="node", publish={"delta": "int8"}),
+    "replicated optimizer": block("topo", optimizer="node"),
 }
 JOB = Job(Net, TOPO, steps=3)
 

@@ -28,7 +28,6 @@ CODES = {
     "secondary": "int8",
     "gradients": None,
     "resident": "int8",
-    "block_size": 64,
 }
 BLOCKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "codes": ({"scheme": "topo", "quantize": CODES}, {}),

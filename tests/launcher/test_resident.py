@@ -33,7 +33,6 @@ CODES: dict[str, Any] = {
         "secondary": "int8",
         "gradients": None,
         "resident": "int8",
-        "block_size": 64,
     }
 }
 WHOLE: dict[str, Any] = {**CODES, "weights": "rank", "secondary": None}
@@ -109,7 +108,7 @@ CASES: dict[str, Job] = {
     "replicated optimizer": job().under(block("topo", optimizer="node", **WHOLE)),
     "clipped": job(ds={"gradient_clipping": 0.05}),
     "steps skipped": job("fp16", ds=SCALING, loss=overflow),
-    "quantized sync": job().under(block("topo", sync={"mode": "quantized", "bits": 4}, **CODES)),
+    "quantized sync": job().under(block("topo", sync={"mode": "quantized"}, **CODES)),
 }
 OFTEN = ("offloaded", "steps skipped")
 

@@ -29,7 +29,6 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "zero3": block("zero3"),
     "zero++": block("zero++"),
     "topo": block("topo"),
-    "topo, one group": block("topo", two_hop=False),
 }
 
 

@@ -21,7 +21,7 @@ from tests.launcher.checkpoints import SAVED_AT, job, loaded, save
 from tests.launcher.training import AGED, Job, advance, block, largest_difference, running, start
 from tests.marks import late
 
-Q8: dict[str, Any] = {"sync": {"mode": "quantized", "bits": 8}, "publish": {"delta": "int8"}}
+Q8: dict[str, Any] = {"sync": {"mode": "quantized", "bits": 8}}
 
 
 @pytest.mark.parametrize("plan", [late({}), {"optimizer": "node"}], ids=["sharded", "replicated"])

@@ -57,14 +57,12 @@ def plain(row: int) -> list[float]:
 
 @pytest.mark.parametrize(("row", "column"), MIXES)
 def test_every_mix_of_types_trains(row: int, column: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each type of the model with each in which gradients are sent and are summed, and weights are
-    published.
-    """
+    """Each type of the model with each in which gradients are sent and are summed."""
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
-    travels, summed, published = (TYPES[(step * row + column) % len(TYPES)] for step in (0, 1, 2))
+    travels, summed = (TYPES[(step * row + column) % len(TYPES)] for step in (0, 1))
     mixed: dict[str, Any] = {"data_types": {"grad_accum_dtype": summed}} if summed else {}
     mixed |= {"communication_data_type": travels} if travels else {}
-    mine = train(job(row, mixed, block("topo", publish={"dtype": published})))
+    mine = train(job(row, mixed, block("topo")))
     torch.testing.assert_close(mine, plain(row), rtol=1e-2, atol=1e-3)
 
 

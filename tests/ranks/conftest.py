@@ -10,7 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.device import on_device
+from tests.plans import BLOCK
 from zero_topo.observe.log import LOGGER
+from zero_topo.quant import spec
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -18,6 +20,12 @@ def tests_device() -> Iterator[None]:
     """In the main thread; `run_threads` does it in each rank's."""
     with on_device():
         yield
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters of few elements have several blocks."""
+    monkeypatch.setattr(spec, "BLOCK", BLOCK)
 
 
 @pytest.fixture(autouse=True)

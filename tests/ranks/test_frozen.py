@@ -47,7 +47,7 @@ MICRO_BATCHES = 2
 
 def block(scheme: str, **more: Any) -> dict[str, Any]:
     """A block whose codes, if it has any, are of 64 values."""
-    return {"scheme": scheme, "quantize": {"block_size": BLOCK}, **more}
+    return {"scheme": scheme, **more}
 
 
 BLOCKS = {
@@ -55,7 +55,6 @@ BLOCKS = {
     **{f"plain {scheme}": {"scheme": scheme, "quantize": PLAIN} for scheme in SCHEMES},
     "replicated optimizer": block("topo", optimizer="node"),
     "whole": block("topo", weights="rank", secondary=None),
-    "straight": block("topo", two_hop=False),
 }
 
 
@@ -246,7 +245,7 @@ def test_what_never_changes_is_quantized_once(monkeypatch: pytest.MonkeyPatch) -
     """The copy that a forward gather fills for backward ones is not filled again while the weights
     are the same.
     """
-    w = world(block("zero++", quantize={"block_size": BLOCK, "secondary": "int8"}), numels=TRAINED)
+    w = world(block("zero++", quantize={"secondary": "int8"}), numels=TRAINED)
     stored = list[int]()
     store = Copy.store
 

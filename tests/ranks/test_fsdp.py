@@ -46,8 +46,9 @@ BETWEEN = {"weights": "gpu", "gradients": "gpu", "optimizer": "node"}
 Q4: dict[str, Any] = {
     "scheme": "paper",
     "sync": {"mode": "quantized"},
-    "publish": {"delta": "int4"},
+    "quantize": {"publish": "int4"},
 }
+PUBLISHED: dict[str, Any] = {**EXACT, "quantize": {**EXACT["quantize"], "publish": "int4"}}
 DIRECT: dict[str, Any] = {**EXACT, "sync": {"reduce": "reduce_scatter"}}
 FEEDBACK: dict[str, Any] = {**EXACT, "sync": {"mode": "quantized"}}
 
@@ -310,7 +311,7 @@ MODES = {
     "nf4": {
         "scheme": "paper",
         "quantize": {"gradients": "nf4"},
-        "sync": {"mode": "quantized", "bits": "nf4"},
+        "sync": {"mode": "quantized"},
     },
     "zero++": {"scheme": "zero++"},
     "scape": {**EXACT, "optimizer": "node", "sync": {"mode": "scape", "density": 0.5, "warmup": 0}},
@@ -348,7 +349,7 @@ def test_int4_differences_keep_the_masters() -> None:
     exact training.
     """
     job = Job(steps=1)
-    found = run_threads(4, train, job, {**EXACT, "publish": {"delta": "int4"}})[0]
+    found = run_threads(4, train, job, PUBLISHED)[0]
     for ours, theirs in zip(parts_of(found), parts_of(exact(job)), strict=True):
         torch.testing.assert_close(ours.master, theirs.master, rtol=0, atol=1e-7)
         rounded = (ours.weights() - ours.master[: ours.numel]).abs().max()
@@ -495,7 +496,7 @@ def edited(rank: int) -> tuple[Tensor, Tensor]:
     rate.
     """
     job = Job()
-    model, optimizer = sharded(job, {**EXACT, "publish": {"delta": "int4"}})
+    model, optimizer = sharded(job, PUBLISHED)
     steps_of(job, model, optimizer, rank, range(1))
     with torch.no_grad():
         model.head.weight.fill_(0.125)
@@ -567,7 +568,6 @@ def test_schemes_are_what_fsdp2_has_of_them() -> None:
         "topo": 2,
         "topo-zero2": 2,
         "hsdp": 2,
-        "mics": 2,
         "zero3": 4,
         "zero++": 4,
     }.items():

@@ -220,7 +220,11 @@ def test_saving_in_the_middle_changes_nothing(kind: str, when: int, load: bool) 
     assert found[1] == expected[1]
 
 
-LOSSY: dict[str, Any] = {**EXACT, "sync": {"mode": "quantized"}, "publish": {"delta": "int4"}}
+LOSSY: dict[str, Any] = {
+    **EXACT,
+    "sync": {"mode": "quantized"},
+    "quantize": {**EXACT["quantize"], "publish": "int4"},
+}
 
 
 def lossy(rank: int, saves: bool, kind: str) -> list[float]:

@@ -26,11 +26,10 @@ from tests.marks import late
 from tests.ranks.fsdp_scripts import EXACT, make, train
 
 WHOLE = StateDictOptions(full_state_dict=True)
-INT4: dict[str, Any] = {**EXACT, "publish": {"delta": "int4"}}
+INT4: dict[str, Any] = {**EXACT, "quantize": {**EXACT["quantize"], "publish": "int4"}}
 KINDS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "bf16": (torch.bfloat16, EXACT),
     "fp16": (torch.float16, EXACT),
-    "bf16 sent": (torch.float32, {**EXACT, "publish": {"dtype": "bf16"}}),
     "int4": (torch.float32, INT4),
     "bf16 and int4": (torch.bfloat16, INT4),
 }

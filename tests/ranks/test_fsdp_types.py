@@ -18,7 +18,7 @@ from tests.harness import run_threads
 from tests.ranks.test_fsdp import EXACT, on_machine
 
 IN, OUT = 34, 45  # over two ranks the bias ends where no FP32 value may begin
-INT8: dict[str, Any] = {"scheme": "paper", "quantize": {"gradients": None, "block_size": 64}}
+INT8: dict[str, Any] = {"scheme": "paper", "quantize": {"gradients": None}}
 
 
 class Adapted(nn.Module):

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.harness import run_threads
+from tests.plans import BLOCK
 from tests.ranks.worlds import (
     BLOCKS,
     PARAM_INDICES,
@@ -62,7 +63,7 @@ def backward(
         engine.gradients.scatter(param_indices, [grads[i] for i in param_indices], last)
 
 
-@pytest.mark.parametrize("scheme", [*SCHEMES, "by GPU", "ring", "two groups, ring"])
+@pytest.mark.parametrize("scheme", [*SCHEMES, "ring", "two groups, ring"])
 @either_placement
 @pytest.mark.parametrize("chunk", [1 << 20, 37], ids=["whole", "chunked"])
 def test_scatter_and_sync_give_the_mean_over_all_ranks_and_micro_batches(
@@ -117,14 +118,10 @@ def test_a_ring_sums_between_nodes_in_the_type_that_is_sent(scheme: str) -> None
     assert not any(op == "reduce_scatter" for seen in ops[8:] for op, _ in seen)
 
 
-@pytest.mark.parametrize(("scheme", "two_hop"), [("topo", True), ("topo", "gpu"), ("zero++", True)])
+@pytest.mark.parametrize("scheme", ["topo", "zero++"])
 @pytest.mark.parametrize("bits", ["int8", "int4", "nf4"])
-def test_quantized_scatter_stays_within_its_steps(
-    scheme: str, two_hop: bool | str, bits: str
-) -> None:
-    w = world(
-        {"scheme": scheme, "two_hop": two_hop, "quantize": {"gradients": bits, "block_size": 64}}
-    )
+def test_quantized_scatter_stays_within_its_steps(scheme: str, bits: str) -> None:
+    w = world({"scheme": scheme, "quantize": {"gradients": bits}})
     wanted = mean_gradient(w, 1)
 
     def rank_main(rank: int) -> float:
@@ -142,7 +139,6 @@ def test_quantized_scatter_stays_within_its_steps(
     shape=st.sampled_from([(1, 1, 2), (2, 1, 2), (1, 2, 2)]),
     magnitudes=st.lists(st.sampled_from([1e-4, 1.0, 1e4]), min_size=5, max_size=5),
     bits=st.sampled_from(["int4", "int8", "nf4"]),
-    block_size=st.sampled_from([64, 256]),
     gradients=st.sampled_from(["node", "world"]),
 )
 def test_no_block_of_the_scatter_holds_values_of_two_parameters(
@@ -150,7 +146,6 @@ def test_no_block_of_the_scatter_holds_values_of_two_parameters(
     shape: tuple[int, int, int],
     magnitudes: list[float],
     bits: str,
-    block_size: int,
     gradients: str,
 ) -> None:
     """A bucket gives each parameter the bits that it gets in a bucket of its own, by one group and
@@ -159,11 +154,10 @@ def test_no_block_of_the_scatter_holds_values_of_two_parameters(
     In INT4 and NF4 an element is lost only if it is below 1/14 of the largest of its own
     parameter's block.
     """
-    block_size = 64 if bits == "nf4" else block_size
     block: dict[str, object] = {
         "scheme": "topo",
         "gradients": gradients,
-        "quantize": {**PLAIN, "gradients": bits, "block_size": block_size},
+        "quantize": {**PLAIN, "gradients": bits},
     }
     w = world(block, emulated(*shape), tuple(numels))
     grads = [grad * size for grad, size in zip(w.grads(0), magnitudes, strict=False)]
@@ -183,9 +177,7 @@ def test_no_block_of_the_scatter_holds_values_of_two_parameters(
             sent = shards(plan, grad)[plan.rows(rank, plan.gradients)]
             came = together[:, begin : begin + sent.shape[1]].reshape(-1)
             begin += sent.shape[1]
-            for own, got in zip(
-                sent.reshape(-1).split(block_size), came.split(block_size), strict=True
-            ):
+            for own, got in zip(sent.reshape(-1).split(BLOCK), came.split(BLOCK), strict=True):
                 assert bool((got != 0)[own.abs() > own.abs().max() / 13.9].all())
 
 

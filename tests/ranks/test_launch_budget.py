@@ -35,27 +35,25 @@ GROWTH = 1.2
 FEW, MANY, ALL = 2, 48, 9408
 """Nodes of 8 ranks: all are as many as Frontier has."""
 
-Q4: dict[str, Any] = {"sync": {"mode": "quantized", "bits": 4}, "publish": {"delta": "int4"}}
 SCHEMES: dict[str, dict[str, Any]] = {
     "zero3": {"scheme": "zero3"},
     "zero++": {"scheme": "zero++"},
-    "mics-node": {"scheme": "mics"},  # the plan of hsdp
-    "mics-gpu": {"scheme": "mics", "weights": "gpu"},
+    "hsdp": {"scheme": "hsdp"},
+    "gpu": {"weights": "gpu", "gradients": "gpu", "optimizer": "gpu"},
     "paper": {"scheme": "paper"},
     "topo": {"scheme": "topo", "quantize": {"resident": None}},
     "plain": {
         "scheme": "topo",
         "quantize": {"weights": None, "secondary": None, "gradients": None},
     },
-    "one-hop": {"scheme": "topo", "two_hop": False},
     "scatter-gpu": {"scheme": "topo", "gradients": "gpu"},
     "replicated": {"weights": "rank", "gradients": "rank", "optimizer": "world"},
-    "codes": {"scheme": "topo", "quantize": {"resident": "int8", "block_size": 64}},
+    "codes": {"scheme": "topo", "quantize": {"resident": "int8"}},
     "codes-whole": {
         "scheme": "topo",
         "weights": "rank",
         "secondary": None,
-        "quantize": {"resident": "int8", "block_size": 64},
+        "quantize": {"resident": "int8"},
     },
 }
 DENSE: dict[str, dict[str, Any]] = {
@@ -63,11 +61,7 @@ DENSE: dict[str, dict[str, Any]] = {
     "dense-bf16": {"sync": {"mode": "dense", "dtype": "bf16"}},
     "all-reduce": {"sync": {"mode": "dense", "reduce": "all_reduce"}},
     "int8": {"sync": {"mode": "quantized", "bits": 8}},
-    "int4-forgets": {"sync": {"mode": "quantized", "bits": 4, "error_feedback": False}},
-    "publish-fp32": {"publish": {"dtype": "fp32"}},
-    "publish-int8": {"publish": {"delta": "int8"}},
-    "int4": Q4,
-    "sync-int4": {"sync": Q4["sync"]},
+    "nf4": {"sync": {"mode": "quantized"}},
 }
 CODES = ("codes", "codes-whole")
 SPARSE: dict[str, dict[str, Any]] = {
@@ -76,15 +70,10 @@ SPARSE: dict[str, dict[str, Any]] = {
     "scape": {"optimizer": "node", "sync": {"mode": "scape"}},
 }
 CASES = {
-    **{
-        f"{s}+{m}": SCHEMES[s] | DENSE[m]
-        for s in SCHEMES
-        for m in ("dense", "int4" if s not in CODES else "sync-int4")
-    },
+    **{f"{s}+{m}": SCHEMES[s] | DENSE[m] for s in SCHEMES for m in ("dense", "nf4")},
     **{f"topo+{mode}": SCHEMES["topo"] | DENSE[mode] for mode in DENSE},
     **{f"topo+{mode}": SCHEMES["topo"] | SPARSE[mode] for mode in SPARSE},
     **{f"codes+{mode}": SCHEMES["codes"] | SPARSE[mode] for mode in ("oktopk", "ternary")},
-    **{f"one-hop+{mode}": SCHEMES["one-hop"] | SPARSE[mode] for mode in ("oktopk", "radius")},
 }
 OFTEN = [name for name in CASES if name.partition("+")[0] in ("zero3", "zero++", "topo", "codes")]
 
@@ -120,11 +109,11 @@ def launched(name: str, nodes: int, together: int | None = None) -> float:
     ("name", "nodes", "together"),
     [
         *((name, MANY, None) if name in OFTEN else late(name, MANY, None) for name in CASES),
-        ("topo+int4", ALL, None),
+        ("topo+nf4", ALL, None),
         *(late(name, ALL, None) for name in ("zero3+dense", "topo+dense", "codes+dense")),
         *(
             (name, MANY, 4)
-            for name in ("zero3+dense", "zero+++dense", "mics-gpu+int4", "topo+int4", "codes+dense")
+            for name in ("zero3+dense", "zero+++dense", "gpu+nf4", "topo+nf4", "codes+dense")
         ),
     ],
 )

@@ -29,7 +29,7 @@ from zero_topo.engine.stage3 import Stage3
 from zero_topo.sync.quantized import Quantized
 from zero_topo.topology.model import Topology
 
-Q4 = {"mode": "quantized", "bits": 4, "block_size": 64}
+Q4 = {"mode": "quantized"}
 
 
 def block(setting: str = "topo", **sync: Any) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def test_overlap_changes_no_bit(setting: str) -> None:
 
 def test_no_block_holds_values_of_two_parameters() -> None:
     """A norm's gradients next to a matrix's a thousand times larger keep their own scale."""
-    w = world(block(block_size=256, error_feedback=False), numels=(8 * 100, 8 * 100))
+    w = world(block(), numels=(8 * 100, 8 * 100))
 
     def rank_main(rank: int) -> float:
         engine = w.engine()

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from tests.harness import run_threads
-from tests.ranks.test_delta_publish import block as delta_block
-from tests.ranks.test_delta_publish import masters_of, publish_step
-from tests.ranks.worlds import World, either_placement, loaded, world
+from tests.ranks.test_publish import masters_of, publish_step
+from tests.ranks.worlds import PLAIN, World, either_placement, loaded, world
 from zero_topo.engine.agreement import checksum
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.engine.weights import Weights
@@ -29,7 +28,7 @@ CODED = (True, False, True, True, False, True)
 
 def block(scheme: str = "topo", **more: Any) -> dict[str, Any]:
     """A block whose weights are codes."""
-    return {"scheme": scheme, "quantize": {"resident": "int8", "block_size": BLOCK}, **more}
+    return {"scheme": scheme, "quantize": {"resident": "int8"}, **more}
 
 
 WORLDS = {
@@ -37,7 +36,6 @@ WORLDS = {
     "whole": block(weights="rank", secondary=None),
     "node": block(weights="node", secondary="node"),
     "replicated optimizer": block(optimizer="node"),
-    "straight": block(two_hop=False),
 }
 
 
@@ -119,7 +117,7 @@ def gathered(w: World, chunk: int) -> list[list[Tensor]]:
     "of",
     [
         block(),
-        *(delta_block(s, delta) for s in ("topo", "zero++", "zero3") for delta in (None, "int4")),
+        *({"scheme": scheme, "quantize": PLAIN} for scheme in ("topo", "zero++", "zero3")),
     ],
     ids=str,
 )

@@ -163,12 +163,6 @@ def test_a_mask_of_another_plan_is_not_taken_for_ones_own(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("mode", "was", "now", "said"),
     [
-        (
-            "ternary",
-            {"exclude": ["p0"]},
-            {"exclude": ["p1"]},
-            "other parameters take part in sync now: 3 rows",
-        ),
         ("scape", {"select": "all"}, {"select": "run"}, "its mask was selected of other parts"),
         ("oktopk", {"sharded": False}, {"sharded": True}, ""),
     ],

@@ -36,7 +36,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "optimizer over the world": ({"scheme": "topo", "gradients": "gpu"}, (2, 2, 2)),
     "gradients in a gpu": ({"scheme": "topo", "gradients": "gpu", "optimizer": "node"}, (2, 2, 2)),
     "a group in the node first": (
-        {"scheme": "mics", "weights": "gpu", "gradients": "gpu", "optimizer": "gpu"},
+        {"weights": "gpu", "gradients": "gpu", "optimizer": "gpu"},
         (2, 2, 2),
     ),
     "data parallel": (DATA_PARALLEL, (4, 1, 1)),

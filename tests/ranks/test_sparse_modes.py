@@ -20,7 +20,7 @@ from tests.harness import run_threads
 from tests.marks import late, often
 from tests.ranks.worlds import NUMELS, PLAIN, World, owned, residual_table, synced, world
 from zero_topo import AgedAdamW
-from zero_topo.config.sparse_config import share
+from zero_topo.config.sparse_config import OkTopkSync, share
 from zero_topo.config.sync_config import DenseSync
 from zero_topo.cost import Workload, step_bytes
 from zero_topo.engine.stage3 import Stage3
@@ -34,7 +34,7 @@ MODES: dict[str, dict[str, Any]] = {
 HIERARCHY: dict[str, dict[str, Any]] = {
     "topo": {"scheme": "topo"},
     # A dense group inside the node comes first
-    "gradients in a GPU": {"scheme": "mics", "weights": "gpu"},
+    "gradients in a GPU": {"weights": "gpu", "gradients": "gpu", "optimizer": "gpu"},
     "replicated optimizer": {"scheme": "topo", "optimizer": "node"},
 }
 DATA_PARALLEL = {"weights": "rank", "gradients": "rank", "optimizer": "rank"}
@@ -194,13 +194,14 @@ def test_density_one_is_dense(mode: str, setting: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("exclude", "dense"), [(["p4", "p1*"], (0, 1, 4)), (["*"], range(5))], ids=str
+    ("exclude", "dense"), [(("p4", "p1*"), (0, 1, 4)), (("*",), range(5))], ids=str
 )
-def test_patterns_choose_the_parameters(exclude: list[str], dense: Sequence[int]) -> None:
-    """`include`, `exclude` and `dense_vectors` leave parameters to a dense reduction, which is
-    exact at every step.
-    """
-    w = sparse_world(HIERARCHY["topo"], None, "oktopk", NUMELS, density=0.01, exclude=exclude)
+def test_excluded_parameters_and_vectors_are_reduced_densely(
+    exclude: tuple[str, ...], dense: Sequence[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exactly, at every step."""
+    monkeypatch.setattr(OkTopkSync, "EXCLUDED", exclude)
+    w = sparse_world(HIERARCHY["topo"], None, "oktopk", NUMELS, density=0.01)
     widths = [w.config.plan.shard_numel(n) for n in NUMELS]
 
     def rank_main(rank: int) -> tuple[Tensor, int]:
@@ -234,13 +235,13 @@ def test_an_optimizer_that_counts_waits_needs_something_that_waits() -> None:
 
 def test_what_does_not_take_part_costs_nothing() -> None:
     """Without a parameter, a peer or feedback no residual is kept."""
-    excluded = sparse_world(DATA_PARALLEL, 2, "oktopk", NUMELS, exclude=["*"])
+    vectors = sparse_world(DATA_PARALLEL, 2, "oktopk", (1,))
     forgets = sparse_world(DATA_PARALLEL, 2, "oktopk", NUMELS, error_feedback=False)
     alone = world(
         {**HIERARCHY["topo"], "quantize": PLAIN, "sync": {"mode": "oktopk"}}, emulated(1, 1, 2)
     )
     with fake_world(2):
-        modes = [mode_of(w.engine()) for w in (excluded, forgets, alone)]
+        modes = [mode_of(w.engine()) for w in (vectors, forgets, alone)]
     assert not modes[0].active and [mode.state_bytes() for mode in modes] == [0, 0, 0]
 
 

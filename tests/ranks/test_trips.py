@@ -88,7 +88,6 @@ def publish(engine: Stage3) -> None:
         (sync, SHARDED, (15, 301)),
         (publish, TOPO, (11, 139)),
         (publish, BLOCKS["topo"], (10, 115)),
-        (publish, BLOCKS["q4"], (10, 130)),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

@@ -33,29 +33,25 @@ PLAIN = {"weights": None, "secondary": None, "gradients": None}
 """The block ``quantize`` that quantizes nothing."""
 
 SCHEMES = ("zero3", "zero++", "hsdp", "paper", "topo")
-"""All but mics, which is hsdp (`tests/unit/test_config_resolve.py`)."""
-
-SMALL = {"block_size": 64}
-Q4: dict[str, Any] = {"mode": "quantized", "bits": 4, **SMALL}
+Q4: dict[str, Any] = {"mode": "quantized"}
 OKTOPK: dict[str, Any] = {"mode": "oktopk", "tau": 2, "tau_prime": 2}
 SPARSE: dict[str, dict[str, Any]] = {
     **{kind.MODE: {"mode": kind.MODE} for kind in SPARSE_MODES if kind.MODE != "scape"},
     "oktopk": OKTOPK,
     "sharded": {**OKTOPK, "sharded": True},
-    "offloaded": {**OKTOPK, "offload_residual": True},
     "radius": {"mode": "radius", "start": 1, "interval": 2},
 }
 """Settings of the sparse modes that any plan may have: a new mode is tested by all rules."""
 
-CODES: dict[str, Any] = {"scheme": "topo", "quantize": {"resident": "int8", **SMALL}}
+CODES: dict[str, Any] = {"scheme": "topo", "quantize": {"resident": "int8"}}
 BLOCKS: dict[str, dict[str, Any]] = {
     **{scheme: {"scheme": scheme, "quantize": PLAIN} for scheme in SCHEMES},
-    "quantized": {"scheme": "topo", "quantize": {"weights": "int8", "secondary": "int8", **SMALL}},
+    "quantized": {"scheme": "topo", "quantize": {"weights": "int8", "secondary": "int8"}},
     "zero++ quantized": {
         "scheme": "zero++",
-        "quantize": {"weights": "int8", "gradients": "int4", **SMALL},
+        "quantize": {"weights": "int8", "gradients": "int4"},
     },
-    "q4": {"scheme": "topo", "sync": Q4, "publish": {"delta": "int4", **SMALL}},
+    "q4": {"scheme": "topo", "sync": Q4},
     "two groups": {"scheme": "topo", "gradients": "gpu", "quantize": PLAIN},
     "two groups, q4": {"scheme": "topo", "gradients": "gpu", "optimizer": "node", "sync": Q4},
     "ring": {"scheme": "topo", "quantize": PLAIN, "sync": {"mode": "dense", "reduce": "ring"}},
@@ -65,7 +61,6 @@ BLOCKS: dict[str, dict[str, Any]] = {
         "quantize": PLAIN,
         "sync": {"reduce": "ring"},
     },
-    "by GPU": {"scheme": "mics", "weights": "node", "quantize": PLAIN, "two_hop": "gpu"},
     "all-reduce": {"scheme": "topo", "sync": {"mode": "dense", "reduce": "all_reduce"}},
     "scape": {"scheme": "topo", "optimizer": "node", "sync": {"mode": "scape", "warmup": 0}},
     "scape, by parameter": {
@@ -87,7 +82,6 @@ COMBINED = (
     "topo-zero2",
     "codes, q4",
     "codes, oktopk",
-    "offloaded",
 )
 """Those that differ from others in what these tests do not look at."""
 

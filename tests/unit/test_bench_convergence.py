@@ -199,20 +199,20 @@ def test_schemes_are_added_to_a_record() -> None:
     """
     runs = {name: {0: curve(level), 1: curve(level)} for name, level in (("stock", 1), ("topo", 2))}
     before = made({"chaos": runs["stock"], **runs})
-    more = replace(wanted("topo", "topo-q4"), before=before)
+    more = replace(wanted("topo", "topo-nf4"), before=before)
     assert [(job["scheme"], job["seed"]) for job in more.left()] == [
         ("stock", 0),
-        ("topo-q4", 0),
+        ("topo-nf4", 0),
         ("stock", 1),
-        ("topo-q4", 1),
+        ("topo-nf4", 1),
     ]
-    added = made({"stock": runs["stock"], "topo-q4": runs["topo"]})
-    content = joined(before, {**added, "settings": wanted("topo-q4").settings()})
-    names = {"chaos", "stock", "topo", "topo-q4"}
+    added = made({"stock": runs["stock"], "topo-nf4": runs["topo"]})
+    content = joined(before, {**added, "settings": wanted("topo-nf4").settings()})
+    names = {"chaos", "stock", "topo", "topo-nf4"}
     assert {row["scheme"] for row in content["results"]} == names
     assert {job["scheme"] for job in content["settings"]["jobs"]} == names
     with pytest.raises(ValueError, match="the record has all 2 seeds of these schemes"):
-        replace(wanted("topo-q4"), before=content)
+        replace(wanted("topo-nf4"), before=content)
     muon = tuple(replace(scheme, optimizer="Muon") for scheme in more.schemes)
     with pytest.raises(ValueError, match="its schemes differ"):
         replace(more, schemes=muon)

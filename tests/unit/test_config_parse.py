@@ -16,8 +16,7 @@ from pydantic import BaseModel, ValidationError
 from zero_topo.config import AUTO, SCHEMES, DenseSync, ZeroTopoConfig, json_schema
 from zero_topo.config.models import SchemeSetting
 from zero_topo.config.modes import SYNC_MODES
-from zero_topo.config.parts import Domain, PublishConfig, QuantizeConfig
-from zero_topo.quant.spec import BLOCK_SIZES
+from zero_topo.config.parts import Domain, QuantizeConfig
 from zero_topo.topology.model import DOMAINS
 
 MISTAKES: list[tuple[Any, list[str]]] = [
@@ -42,17 +41,13 @@ MISTAKES: list[tuple[Any, list[str]]] = [
     ({"sync": None}, ["zero_topo.sync: must be a JSON object, got null"]),
     ({"quantize": None}, ["zero_topo.quantize: must be a JSON object, got null"]),
     ({"quantize": "int8"}, ['zero_topo.quantize: must be a JSON object, got "int8"']),
-    ({"quantize": {"weights": "int2"}}, ["zero_topo.quantize.weights", "'int8' or 'int4'"]),
-    ({"quantize": {"weights": "nf4"}}, ["zero_topo.quantize.weights", "'int8' or 'int4'"]),
+    ({"quantize": {"weights": "int2"}}, ["zero_topo.quantize.weights", "'int8'"]),
+    ({"quantize": {"weights": "nf4"}}, ["zero_topo.quantize.weights", "'int8'"]),
     (
         {"quantize": {"gradients": "nf8"}},
         ["zero_topo.quantize.gradients", "'int8', 'int4' or 'nf4'"],
     ),
-    ({"sync": {"mode": "quantized", "bits": "nf8"}}, ["zero_topo.sync.bits", "8, 4 or 'nf4'"]),
-    (
-        {"quantize": {"block_size": 100}},
-        ["zero_topo.quantize.block_size: 100", "64, 128, 256, 512, 1024 or 2048"],
-    ),
+    ({"sync": {"mode": "quantized", "bits": "nf8"}}, ["zero_topo.sync.bits", "8 or 'nf4'"]),
     ({"weights": "gpus"}, ['zero_topo.weights: "gpus"', "did you mean 'gpu'?", "integer >= 1"]),
     ({"weights": True}, ["zero_topo.weights: true"]),
     ({"weights": 2.0}, ["zero_topo.weights: 2.0"]),
@@ -98,7 +93,6 @@ MODELS: dict[str, type[BaseModel]] = {
     "": ZeroTopoConfig,
     "quantize": QuantizeConfig,
     "sync": DenseSync,
-    "publish": PublishConfig,
 }
 
 
@@ -127,7 +121,6 @@ def test_any_unknown_key_is_refused_by_name(key: str) -> None:
 def test_an_empty_block_is_valid_and_has_the_documented_defaults_for_good() -> None:
     config = ZeroTopoConfig.parse({})
     assert (config.topology, config.scheme, config.debug_checks) == ("auto", None, False)
-    assert config.quantize.block_size == 256
     with pytest.raises(ValidationError, match="frozen"):
         config.overlap = False  # type: ignore[misc]
     assert config.sync == DenseSync(mode="dense", reduce="reduce_scatter", dtype=None)
@@ -141,12 +134,10 @@ def test_a_full_block_survives_a_round_trip_through_json() -> None:
         "secondary": "none",
         "gradients": "node",
         "optimizer": "world",
-        "quantize": {"weights": None, "gradients": "int8", "block_size": 64},
+        "quantize": {"weights": None, "gradients": "int8"},
         "sync": {"mode": "dense", "reduce": "all_reduce", "dtype": "fp32"},
-        "publish": {"dtype": "bf16"},
         "accumulation_dtype": "fp32",
         "debug_checks": True,
-        "two_hop": True,
     }
     config = ZeroTopoConfig.parse(block)
     assert config.secondary is None
@@ -165,7 +156,6 @@ def test_the_block_is_found_in_a_deepspeed_config_and_absence_is_none() -> None:
 def test_names_agree_with_the_rooms_they_come_from() -> None:
     assert set(get_args(SchemeSetting)) == {*SCHEMES, AUTO}
     assert get_args(Domain) == DOMAINS
-    assert get_args(QuantizeConfig.model_fields["block_size"].annotation) == BLOCK_SIZES
 
 
 def test_each_mode_of_sync_is_selected_by_its_name_and_offered_by_the_schema() -> None:

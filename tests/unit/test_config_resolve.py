@@ -31,7 +31,6 @@ def specs(config: ResolvedConfig) -> tuple[BlockSpec | None, ...]:
     [
         ("zero3", (8, None, 8, 8), (None, None, None), "reduce_scatter"),
         ("zero++", (8, 4, 8, 8), (INT8, None, INT4), "reduce_scatter"),
-        ("mics", (4, None, 4, 4), (None, None, None), "reduce_scatter"),
         ("hsdp", (4, None, 4, 4), (None, None, None), "reduce_scatter"),
         ("paper", (2, 2, 4, 8), (INT8, INT8, INT4), "all_reduce"),
         ("topo", (2, None, 4, 8), (INT8, None, NF4), "reduce_scatter"),
@@ -75,15 +74,13 @@ def test_user_degrees_override_the_schemes_and_those_that_follow_the_weights_fol
     assert degrees(resolve(scheme="paper", secondary=None)) == (2, None, 4, 8)
     assert degrees(resolve(scheme="paper", optimizer="node")) == (2, 2, 4, 4)
     assert degrees(resolve(scheme="paper", weights=None)) == (2, 2, 4, 8)
-    assert degrees(resolve(scheme="mics", weights=2)) == (2, None, 2, 2)
-    assert degrees(resolve(scheme="mics", weights="gpu", optimizer="world")) == (2, None, 2, 8)
     assert degrees(resolve(scheme="paper", weights="node")) == (4, 4, 4, 8)
     assert degrees(resolve(scheme="hsdp", weights="gpu")) == (2, None, 4, 4)
 
 
 def test_a_quantize_key_overrides_also_with_null_and_an_omitted_one_does_not() -> None:
-    config = resolve(scheme="topo", quantize={"weights": None, "block_size": 64})
-    assert specs(config) == (None, BlockSpec("int8", 64), NF4)
+    config = resolve(scheme="topo", quantize={"weights": None})
+    assert specs(config) == (None, INT8, NF4)
     assert specs(resolve(scheme="zero++", quantize={"secondary": "int8"})) == (INT8, INT8, INT4)
 
 
@@ -149,8 +146,6 @@ def test_notes_tell_of_sync_publish_and_groups_exactly_when_they_happen() -> Non
     two_steps = "reduce-scatter of gradients in two steps: 4 ranks inside a node, then 2 nodes"
     assert has(resolve(scheme="zero++"), two_steps)
     assert not has(topo, "reduce-scatter")
-    assert has(resolve(scheme="mics"), "scheme mics: shards over the node (4 ranks)")
-    assert not has(resolve(scheme="mics", weights=2), "scheme mics: shards")
 
 
 def test_the_resolved_config_is_json_for_reports() -> None:
@@ -161,6 +156,7 @@ def test_the_resolved_config_is_json_for_reports() -> None:
         "secondary": None,
         "gradients": "nf4/64",
         "resident": "int8/256",
+        "publish": None,
     }
     assert report["quantize"] == formats
     assert report["sync"] == {"mode": "dense", "reduce": "reduce_scatter", "dtype": None}
@@ -178,17 +174,11 @@ OBSTACLES: list[tuple[dict[str, Any], str]] = [
         {"quantize": {"weights": None}},
         'quantize.weights = null: all gathers send the INT8 weights; set it to "int8"',
     ),
-    ({"quantize": {"weights": "int4"}}, 'quantize.weights = "int4"'),
     (
         {"secondary": "node"},
         "secondary = 4: all gathers send the INT8 weights, which 2 ranks share",
     ),
-    ({"secondary": "gpu", "quantize": {"secondary": "int4"}}, 'quantize.secondary = "int4"'),
-    (
-        {"publish": {"delta": "int4"}},
-        'publish.delta = "int4": the changes of the INT8 weights are sent exactly; drop',
-    ),
-    ({"publish": {"dtype": "fp32"}}, 'publish.dtype = "fp32"'),
+    ({"secondary": "gpu", "quantize": {"secondary": None}}, "quantize.secondary = null"),
     (
         {"gradients": "gpu", "optimizer": "gpu"},
         "weights = 2: each rank stores exactly the weights that it updates",
@@ -245,18 +235,14 @@ def test_codes_that_only_the_scheme_asks_for_give_way_and_a_note_says_why(
 
 
 def test_nf4_has_blocks_of_its_own() -> None:
-    """Of 64 values, whatever the block size of the weights; another one for sync is refused."""
-    config = resolve(
-        scheme="topo", quantize={"gradients": "nf4"}, sync={"mode": "quantized", "bits": "nf4"}
-    )
+    """Of 64 values."""
+    config = resolve(scheme="topo", quantize={"gradients": "nf4"}, sync={"mode": "quantized"})
     assert [str(spec) for spec in (config.weights_spec, config.gradients_spec)] == [
         "int8/256",
         "nf4/64",
     ]
     assert isinstance(config.sync, QuantizedSync) and str(config.sync.spec) == "nf4/64"
-    assert any("quantized, bits nf4, block_size 64" in note for note in config.notes)
-    with pytest.raises(ValueError, match='"nf4" has blocks of 64; remove'):
-        resolve(scheme="topo", sync={"mode": "quantized", "bits": "nf4", "block_size": 256})
+    assert any("quantized, bits nf4" in note for note in config.notes)
 
 
 def test_a_config_names_all_its_kinds_of_blocks() -> None:
@@ -266,9 +252,10 @@ def test_a_config_names_all_its_kinds_of_blocks() -> None:
     block: dict[str, Any] = {
         "scheme": "topo",
         "quantize": {"gradients": "nf4"},
-        "sync": {"mode": "quantized", "bits": 4},
+        "sync": {"mode": "quantized"},
     }
-    assert resolve(**block).kinds == {"int8", "nf4", "int4"}
+    assert resolve(**block).kinds == {"int8", "nf4"}
     plain = {"weights": None, "secondary": None, "gradients": None}
-    assert resolve(scheme="topo", quantize=plain, publish={"delta": "int8"}).kinds == {"int8"}
+    published = {**plain, "publish": "int4"}
+    assert resolve(scheme="topo", quantize=published).kinds == {"int4"}
     assert resolve(scheme="topo", quantize=plain).kinds == set()

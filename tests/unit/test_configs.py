@@ -42,11 +42,11 @@ SCHEME_OF: dict[str, str | None] = {
 }
 SPARSE = {f"topo-{mode}": mode for mode in ("oktopk", "radius", "scape", "tagc", "ternary")}
 SCHEME_OF |= {
-    **dict.fromkeys(["topo-q4", "laptop", *SPARSE], "topo"),
+    **dict.fromkeys(["topo-nf4", "laptop", *SPARSE], "topo"),
     "paper-run": "paper",
     **dict.fromkeys(["default", "dgx-h100"]),
 }
-MODES = {"topo": "dense", "topo-q4": "quantized"} | SPARSE
+MODES = {"topo": "dense", "topo-nf4": "quantized"} | SPARSE
 
 
 def by_stem(paths: list[Path]) -> Any:

@@ -105,7 +105,7 @@ def test_a_loss_scaler_makes_quantized_sync_keep_a_residual() -> None:
     """FP16 may skip steps, so the residual cannot be stored among the gradients: 4 bytes for each
     other node's row.
     """
-    config = resolve(FRONTIER, scheme="topo", sync={"mode": "quantized", "bits": 4})
+    config = resolve(FRONTIER, scheme="topo", sync={"mode": "quantized"})
     job = Job(GPT2, **deepspeed_settings({"fp16": {"enabled": True}}))
     stored = predict_memory(config, job.work, job)
     shards = sum(config.plan.shard_numel(n) for n in job.work.numels)

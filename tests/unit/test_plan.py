@@ -102,16 +102,6 @@ def test_two_groups_go_through_the_node() -> None:
         [(8, 16)],
     ]
     assert Plan.build(machine, ("gpu", "node", "node", "world")).stages(1, 4) == [(1, 4)]
-    assert Plan.build(machine, ("world", "node", "world", "world"), two_hop=False).stages(
-        1, 16
-    ) == [(1, 16)]
-    by_gpu = Plan.build(machine, ("gpu", "node", "node", "world"), two_hop="gpu")
-    expected = [[(1, 2), (2, 4)], [(1, 4), (4, 16)], [(2, 4)], [(4, 16)]]
-    assert [by_gpu.stages(*pair) for pair in ((1, 4), (1, 16), (2, 4), (4, 16))] == expected
-    # Of a sync
-    assert Plan.build(machine, ("rank", None, "rank", "world"), two_hop="gpu").stages(1, 4) == [
-        (1, 4)
-    ]
     through = Plan(24, 1, None, 1, 24, inner=6)
     assert [through.stages(lo, hi) for lo, hi in ((4, 24), (3, 8), (1, 8))] == [
         [(4, 24)],

@@ -39,7 +39,7 @@ def parse(**block: Any) -> ZeroTopoConfig:
 
 def sends_in_full(config: ResolvedConfig) -> bool:
     plain = all(getattr(config, name) is None for name in SPECS)
-    return plain and config.publish.delta is None and config.sync.MODE == "dense"
+    return plain and config.sync.MODE == "dense"
 
 
 # -- the rule --------------------------------------------------------------------------------------

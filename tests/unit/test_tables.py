@@ -70,10 +70,6 @@ def place(config: ResolvedConfig, role: str) -> str:
 
 ROWS: dict[str, dict[str, Any]] = {f"`{name}`": {"scheme": name} for name in SCHEMES}
 ROWS["`topo` with NF4 sync"] = {"sync": {"mode": "quantized"}}
-ROWS["`topo` with NF4 sync, INT4 publish"] = {
-    "sync": {"mode": "quantized"},
-    "publish": {"delta": "int4"},
-}
 
 
 def scheme_cells(name: str) -> list[str]:
@@ -278,11 +274,11 @@ def test_every_loss_is_compared_with_stocks(name: str) -> None:
 
 def test_the_remark_on_single_micro_batches_is_true() -> None:
     """Between nodes `zero++` sends less than `topo` at one micro-batch per step, more at four, and
-    more than INT4.
+    more than NF4.
     """
     topology = load_preset("frontier", RANKS)
     sent = {}
-    few = "`topo` with NF4 sync, INT4 publish"
+    few = "`topo` with NF4 sync"
     for name in ("`zero++`", "`topo`", few):
         config = resolve(topology, **ROWS[name])
         for batches in (1, MICRO_BATCHES):

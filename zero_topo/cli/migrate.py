@@ -36,6 +36,7 @@ from zero_topo.cost.transformer import Model, scaled
 from zero_topo.cost.volume import by_domain, loco_bytes, step_bytes, stock_config
 from zero_topo.doctor.refusals import deepspeed_refusals, unasked
 from zero_topo.observe.files import check_files
+from zero_topo.quant.spec import BLOCK
 from zero_topo.topology import Topology
 
 BEFORE = "before"
@@ -115,20 +116,19 @@ def migrated(ds_config: Mapping[str, Any]) -> Translation:
 
 def differences(active: Mapping[str, Any], block: ZeroTopoConfig) -> Iterator[str]:
     """Return what differs from DeepSpeed, one sentence each."""
-    size = block.quantize.block_size
     gradients = stock_keys.QUANTIZED_GRADIENTS in active
     weights = stock_keys.QUANTIZED_WEIGHTS in active
     if stock_keys.MICS in active:
         yield "MiCS: deepspeed.zero.Init takes the place of deepspeed.zero.MiCS_Init in your script"
         if stock_keys.MICS_HIERARCHICAL not in active:
             yield (
-                "gathers over several nodes now go through the node, as "
-                'mics_hierarchical_params_gather; "two_hop"'
+                "gathers over several nodes now go through the node, as with "
+                "mics_hierarchical_params_gather"
             )
         return
     if weights or gradients:
         yield (
-            f"values are nearer: {size} elements share a scale, in DeepSpeed thousands; INT8 "
+            f"values are nearer: {BLOCK} elements share a scale, in DeepSpeed thousands; INT8 "
             "messages grow by 1.6%"
         )
     if weights and stock_keys.HPZ in active:

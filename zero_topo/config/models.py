@@ -14,7 +14,6 @@ from zero_topo.config.modes import SyncConfig
 from zero_topo.config.parts import (
     ROOT,
     DegreeSetting,
-    PublishConfig,
     QuantizeConfig,
     SecondarySetting,
 )
@@ -23,7 +22,7 @@ from zero_topo.config.stock_keys import translate
 from zero_topo.config.sync_config import DenseSync, Dtype
 from zero_topo.strict import StrictModel, as_json, describe
 
-SchemeSetting = Literal["zero3", "zero++", "mics", "hsdp", "paper", "topo", "topo-zero2", "auto"]
+SchemeSetting = Literal["zero3", "zero++", "hsdp", "paper", "topo", "topo-zero2", "auto"]
 NEEDED_WITHOUT_SCHEME = ("weights", "gradients", "optimizer")
 AUTO = "auto"
 
@@ -35,12 +34,6 @@ def _check_topology(value: Any) -> Any:
         'must be "auto", a preset\'s name, a path to a .json file or an object, got '
         f"{as_json(value)}"
     )
-
-
-def _check_two_hop(value: Any) -> Any:
-    if isinstance(value, bool) or value == "gpu":
-        return value
-    raise ValueError(f'must be true, false or "gpu", got {as_json(value)}')
 
 
 class ZeroTopoConfig(StrictModel):
@@ -87,10 +80,6 @@ class ZeroTopoConfig(StrictModel):
         description="How gradient shards are reduced across gradient domains, once per optimizer "
         "step; keys left out keep the scheme's.",
     )
-    publish: PublishConfig = Field(
-        PublishConfig(),
-        description="How updated weights return to the weight shards, once per optimizer step.",
-    )
     accumulation_dtype: Dtype | None = Field(
         None,
         description="Type of the gradient buffer; null takes DeepSpeed's "
@@ -107,14 +96,6 @@ class ZeroTopoConfig(StrictModel):
         False,
         description="After each step check that all holders of a weight shard agree bit for bit.",
     )
-    two_hop: Annotated[StrictBool | Literal["gpu"], BeforeValidator(_check_two_hop)] = Field(
-        True,
-        description="Collectives that span nodes go through the node, so that nothing crosses its "
-        "uplink twice; "
-        '"gpu": gathers and the scatter inside a node also go through the GPU, if it has several '
-        "ranks; false sends "
-        "every message straight.",
-    )
     overlap: StrictBool = Field(
         True,
         description="Sync under the last backward pass and publish under the next forward pass; "
@@ -129,12 +110,6 @@ class ZeroTopoConfig(StrictModel):
             if getattr(self, role) is not None
         ]
         missing = [role for role in NEEDED_WITHOUT_SCHEME if role not in given]
-        if self.publish.delta is not None and self.publish.dtype is not None:
-            raise ValueError(
-                f'{ROOT}: publish sends either differences ("delta": "{self.publish.delta}") or '
-                "weights in a dtype "
-                f'("{self.publish.dtype}"); give one of the two'
-            )
         if self.scheme is None and given and missing:
             raise ValueError(
                 f"{ROOT}: {', '.join(given)} given without a scheme, and {', '.join(missing)} "
@@ -166,7 +141,15 @@ class ZeroTopoConfig(StrictModel):
         Raises:
             ValueError: raised by :meth:`parse`.
         """
-        return cls.parse(translate(ds_config).config[ROOT]) if ROOT in ds_config else None
+        if ROOT not in ds_config:
+            return None
+        config = cls.parse(translate(ds_config).config[ROOT])
+        if config.quantize.publish is not None:
+            raise ValueError(
+                f'{ROOT}.quantize.publish = "int4": is of FSDP2; leave it out, as INT8 weights '
+                '("resident": "int8") send only what changed'
+            )
+        return config
 
 
 def json_schema(whole_file: bool = False) -> dict[str, Any]:

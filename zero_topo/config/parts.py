@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Defines the small blocks of the config: degrees, ``quantize`` and ``publish``."""
+"""Defines the small blocks of the config: degrees and ``quantize``."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
-from zero_topo.config.sync_config import BlockSize, Dtype
 from zero_topo.quant.spec import BlockSpec
 from zero_topo.strict import StrictModel, as_json, did_you_mean
 
 ROOT = "zero_topo"
 """The key of the block in a DeepSpeed config."""
 Domain = Literal["rank", "gpu", "node", "world"]
-Bits = Literal["int8", "int4"]
 GradientBits = Literal["int8", "int4", "nf4"]
 
 
@@ -43,10 +41,10 @@ SecondarySetting = Annotated[
 class QuantizeConfig(StrictModel):
     """What is quantized, in blocks of elements that share one scale."""
 
-    weights: Bits | None = Field(
+    weights: Literal["int8"] | None = Field(
         None, description="Weights in the gather before a forward; null sends them as stored."
     )
-    secondary: Bits | None = Field(
+    secondary: Literal["int8"] | None = Field(
         None,
         description="The secondary copy, as stored and as gathered before a backward; null keeps "
         "16 bits.",
@@ -65,31 +63,14 @@ class QuantizeConfig(StrictModel):
         "and updated from the FP32 masters; the all-gather after a step sends their changes. Null "
         "keeps the model's type.",
     )
-    block_size: BlockSize = 256
+    publish: Literal["int4"] | None = Field(
+        None,
+        description="With FSDP2: the all-gather after a step sends the quantized differences "
+        "between the new weights and those that all ranks store. The FP32 masters keep the "
+        "rounding error, which is part of the next difference. Null sends the weights.",
+    )
 
     def spec(self, role: str) -> BlockSpec | None:
         """Return the format of a quantization key; None if it quantizes nothing."""
         name = getattr(self, role)
-        return None if name is None else BlockSpec.named(name, self.block_size)
-
-
-class PublishConfig(StrictModel):
-    """The all-gather after the optimizer step that brings the updated weights back to the weight
-    shards.
-    """
-
-    dtype: Dtype | None = Field(
-        None, description="Type of the values on the wire; null takes the model's own type."
-    )
-    delta: Bits | None = Field(
-        None,
-        description="Send the block-quantized difference between the new weights and those that "
-        "all ranks store, instead of the weights. The FP32 masters keep the rounding error, which "
-        "is part of the next difference. Null sends the weights.",
-    )
-    block_size: BlockSize = 256
-
-    @property
-    def spec(self) -> BlockSpec | None:
-        """Return the wire format of the differences; None if whole weights are sent."""
-        return None if self.delta is None else BlockSpec.named(self.delta, self.block_size)
+        return None if name is None else BlockSpec.named(name)

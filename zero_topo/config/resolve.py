@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from zero_topo.config.models import AUTO, ZeroTopoConfig
-from zero_topo.config.parts import ROOT, PublishConfig, QuantizeConfig
+from zero_topo.config.parts import ROOT, QuantizeConfig
 from zero_topo.config.schemes import DEFAULT_SCHEME, SAME, SCHEMES
 from zero_topo.config.sync_config import DenseSync, SyncSettings
 from zero_topo.plan import Degree, Plan
@@ -51,7 +51,7 @@ class ResolvedConfig:
             unchanged; None stores the weights themselves. ``coded_params`` of ``plan.py`` selects
             the parameters.
         sync: settings of the mode of sync.
-        publish: settings of publish.
+        publish_spec: format of the differences that publish sends under FSDP2; None sends weights.
         accumulation_dtype: dtype of the gradient buffer, or None for the model's own.
         overlap: whether sync overlaps with the last backward pass and publish with the next forward
             pass.
@@ -70,7 +70,7 @@ class ResolvedConfig:
     gradients_spec: BlockSpec | None
     resident_spec: BlockSpec | None
     sync: SyncSettings
-    publish: PublishConfig
+    publish_spec: BlockSpec | None
     accumulation_dtype: str | None
     overlap: bool
     report: str | None
@@ -109,14 +109,14 @@ class ResolvedConfig:
     def kinds(self) -> set[str]:
         """Return the names of all block formats in which this config sends or stores values."""
         roles = self.weights_spec, self.secondary_spec, self.gradients_spec, self.resident_spec
-        specs = *roles, self.sync.spec, self.publish.spec
+        specs = *roles, self.sync.spec, self.publish_spec
         return {spec.name for spec in specs if spec is not None}
 
     def to_json(self) -> dict[str, Any]:
         """Return everything except the topology, in JSON types, for reports."""
         specs = {
             role: getattr(self, f"{role}_spec")
-            for role in ("weights", "secondary", "gradients", "resident")
+            for role in ("weights", "secondary", "gradients", "resident", "publish")
         }
         return {
             "scheme": self.scheme,
@@ -125,7 +125,6 @@ class ResolvedConfig:
             "inner": self.plan.inner,
             "quantize": {role: None if spec is None else str(spec) for role, spec in specs.items()},
             "sync": self.sync.model_dump(),
-            "publish": self.publish.model_dump(),
             **{key: getattr(self, key) for key in UNCHANGED},
             "notes": list(self.notes),
         }
@@ -160,12 +159,12 @@ def resolve_config(config: ZeroTopoConfig, topology: Topology) -> ResolvedConfig
     )
     block = config if name is None else _completed(config, SCHEMES[name])
     quantize = block.quantize
-    plan = Plan.build(topology, [getattr(block, role) for role in ROLES], block.two_hop)
+    plan = Plan.build(topology, [getattr(block, role) for role in ROLES])
     plan = replace(plan, secondary=None) if plan.weights == 1 else plan
     if problem := block.sync.problem(plan):
         raise ValueError(f"{ROOT}.{problem}")
     resident = quantize.spec("resident")
-    obstacle = None if resident is None else _resident_obstacle(quantize, plan, block.publish)
+    obstacle = None if resident is None else _resident_obstacle(quantize, plan)
     if obstacle is not None:
         if "resident" in config.quantize.model_fields_set:
             raise ValueError(
@@ -182,16 +181,15 @@ def resolve_config(config: ZeroTopoConfig, topology: Topology) -> ResolvedConfig
         secondary_spec=None if plan.secondary is None else quantize.spec("secondary"),
         gradients_spec=quantize.spec("gradients"),
         resident_spec=resident,
+        publish_spec=quantize.spec("publish"),
         notes=(),
-        **{key: getattr(block, key) for key in ("sync", "publish", *UNCHANGED)},
+        **{key: getattr(block, key) for key in ("sync", *UNCHANGED)},
     )
     refused = None if obstacle is None else obstacle[0]
     return replace(resolved, notes=tuple(_notes(config, block, resolved, refused)))
 
 
-def _resident_obstacle(
-    quantize: QuantizeConfig, plan: Plan, publish: PublishConfig
-) -> tuple[str, str] | None:
+def _resident_obstacle(quantize: QuantizeConfig, plan: Plan) -> tuple[str, str] | None:
     """Return the first setting that excludes ``quantize.resident``, and why with the remedy; None
     if none does.
 
@@ -200,7 +198,6 @@ def _resident_obstacle(
     w = plan.weights
     copy = plan.secondary
     gathers = "all gathers send the INT8 weights"
-    changes = "the changes of the INT8 weights are sent exactly; drop it"
     coded = f'{gathers}; set it to "int8"'
     rules = (
         (quantize.weights == "int8", "quantize.weights", quantize.weights, coded),
@@ -216,8 +213,6 @@ def _resident_obstacle(
             quantize.secondary,
             coded,
         ),
-        (publish.delta is None, "publish.delta", publish.delta, changes),
-        (publish.dtype is None, "publish.dtype", publish.dtype, changes),
         (
             w < plan.optimizer,
             "weights",
@@ -264,11 +259,6 @@ def _notes(
     plan = resolved.plan
     given = "" if config.scheme or scheme is None else " (the default)"
     yield f"{f'scheme {scheme}' if scheme else 'no scheme'}{given}: {_placement(resolved, block)}"
-    if scheme == "mics" and config.weights is None:
-        yield (
-            f'scheme mics: shards over the node ({plan.weights} ranks); set "weights" for '
-            "another group size"
-        )
     if plan.weights == 1 and plan.world_size > 1 and block.weights != "rank":
         yield _all_weights_note(block.weights, resolved.topology)
     if plan.weights == 1 and block.secondary is not None:
@@ -293,22 +283,18 @@ def _notes(
         yield _publish_note(resolved)
     if len(plan.stages(1, plan.gradients)) > 1:
         (_, middle), (_, outer) = plan.stages(1, plan.gradients)
-        unit = "GPU" if middle == plan.gpu else "node"
-        units = outer // middle
         yield (
-            f"reduce-scatter of gradients in two steps: {middle} ranks inside a {unit}, then "
-            f"{units} {unit}s"
+            f"reduce-scatter of gradients in two steps: {middle} ranks inside a node, then "
+            f"{outer // middle} nodes"
         )
 
 
 def _publish_note(resolved: ResolvedConfig) -> str:
-    publish = resolved.publish
-    dtype = publish.dtype or "the model's own type"
-    what = f"in {dtype}"
+    what = "in the model's own type"
     if resolved.resident_spec is not None:
         what = "as the INT8 values that changed, lossless"
-    elif publish.delta is not None:
-        what = f"as {publish.delta.upper()} differences"
+    elif resolved.publish_spec is not None:
+        what = f"as {resolved.publish_spec.name.upper()} differences"
     return (
         f"all-gather of updated weights after each step (publish): {what}, over "
         f"{resolved.topology.domain(resolved.plan.optimizer)}"
@@ -354,10 +340,7 @@ def on_tree(dense: ResolvedConfig, tree: Topology) -> ResolvedConfig:
     degrees: list[Degree | None] = []
     for degree in (plan.weights, plan.secondary, plan.gradients, plan.optimizer):
         degrees.append(None if degree is None else dense.topology.domain(degree))
-    two_hop: bool | Literal["gpu"] = plan.inner is not None
-    if plan.gpu is not None:
-        two_hop = "gpu"
-    found = Plan.build(tree, degrees, two_hop)
+    found = Plan.build(tree, degrees)
     # INT8 weights are those of ranks that update other shards than they store.
     resident = dense.resident_spec if found.weights < found.optimizer else None
     return replace(dense, plan=found, topology=tree, resident_spec=resident)

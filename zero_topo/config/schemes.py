@@ -2,8 +2,8 @@
 """Defines the named schemes: each is a block of defaults that any key of the user's block
 overrides.
 
-Sources: ZeRO-3 (arXiv 1910.02054), ZeRO++ (2306.10209), MiCS (2205.00119), HSDP (PyTorch FSDP's
-hybrid sharding), ZeRO-topo ("Scaling Large Language Model Training on Frontier with Low-Bandwidth
+Sources: ZeRO-3 (arXiv 1910.02054), ZeRO++ (2306.10209), HSDP (PyTorch FSDP's hybrid
+sharding), ZeRO-topo ("Scaling Large Language Model Training on Frontier with Low-Bandwidth
 Partitioning"). ``topo-zero2`` is topo with the weights of ZeRO-2: every rank stores all of them, in
 INT8, so that nothing is gathered. Both reduce-scatter in NF4, which loses less than INT4 in the
 same bytes (docs/losses.md); the others keep the formats that they published.
@@ -25,7 +25,6 @@ _OURS = {"weights": "int8", "gradients": "nf4", "resident": "int8"}
 SCHEMES: Mapping[str, Mapping[str, Any]] = {
     "zero3": _ZERO3,
     "zero++": {**_ZERO3, "secondary": "node", "quantize": _SENT},
-    "mics": {"weights": "node", "gradients": SAME, "optimizer": SAME},
     "hsdp": {"weights": "node", "gradients": "node", "optimizer": "node"},
     "paper": {
         **_PAPER,

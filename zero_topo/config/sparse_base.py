@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeInt, StrictBool
 
@@ -41,7 +41,6 @@ from zero_topo.config.sync_config import (
     sync_peers,
 )
 from zero_topo.plan import Plan
-from zero_topo.strict import Strings
 
 SELECTION_BYTES = 12  # bytes of an unpacked index and value
 SORTING_BYTES = 41  # bytes per selected element while it is sorted and summed, itself included
@@ -79,7 +78,14 @@ def replicated(plan: Plan) -> bool:
 
 
 class SparseSync(SyncSettings):
-    """What all sparse modes have in common."""
+    """What all sparse modes have in common.
+
+    Attributes:
+        EXCLUDED: shell patterns of the names of parameters that are reduced densely, as vectors
+            (norms, biases) always are.
+    """
+
+    EXCLUDED: ClassVar[tuple[str, ...]] = ()
 
     density: Density = Field(0.01, description="Share of the elements that a rank selects.")
     select: Select = Field("all", description=SELECT)
@@ -88,25 +94,10 @@ class SparseSync(SyncSettings):
         description="Keep what was not sent, in FP32 where it was not sent, and add it at the next "
         "step. Costs 4 bytes for each element of the gradient shard.",
     )
-    offload_residual: StrictBool = Field(
-        False,
-        description="Keep the residual in the host's memory and bring it to the device once a "
-        "step.",
-    )
     value_dtype: Dtype = Field(
         "fp32",
         description="Type of the values on the wire; each comes with an index of 4 bytes, or 8 "
         "above 2^32 elements.",
-    )
-    include: Strings = Field(
-        ("*",),
-        description="Parameters to sparsify: shell patterns of their names, any of which must fit.",
-    )
-    exclude: Strings = Field(
-        (), description="Parameters to reduce densely after all: shell patterns."
-    )
-    dense_vectors: StrictBool = Field(
-        True, description="Reduce parameters of fewer than two dimensions (norms, biases) densely."
     )
     start: NonNegativeInt = Field(
         0, description="Optimizer steps at the beginning that reduce everything."
@@ -175,12 +166,8 @@ class SparseSync(SyncSettings):
         masks.
         """
         peers = sync_peers(plan)
-        return (
-            peers * columns * FP32
-            if self.error_feedback and not self.offload_residual and peers > 1
-            else 0,
-            0,
-        )
+        residual = peers * columns * FP32
+        return residual if self.error_feedback and peers > 1 else 0, 0
 
     def scratch(
         self, plan: Plan, columns: int, run: Sequence[int], itemsize: int

@@ -199,13 +199,13 @@ def _wishes(active: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """
     if MICS in active:
         return {
-            MICS: {"scheme": "mics", "weights": int(active[MICS])},
-            MICS_HIERARCHICAL: {"two_hop": True},
+            MICS: dict.fromkeys(("weights", "gradients", "optimizer"), int(active[MICS])),
+            MICS_HIERARCHICAL: {},
         }
     loco, gradients, weights = (
         each in active for each in (LOCO, QUANTIZED_GRADIENTS, QUANTIZED_WEIGHTS)
     )
-    fed_back = {"mode": "quantized", "bits": 4, "error_feedback": True}
+    fed_back = {"mode": "quantized"}
     return {
         HPZ: {
             "secondary": int(active.get(HPZ, 0)),

@@ -12,22 +12,15 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
-from pydantic import Field, StrictBool, model_validator
+from pydantic import Field
 
 from zero_topo.plan import Plan
-from zero_topo.quant.spec import NF4, BlockSpec
+from zero_topo.quant.spec import BlockSpec
 from zero_topo.strict import StrictModel
 
 Dtype = Literal["fp32", "bf16", "fp16"]
-BlockSize = Annotated[
-    Literal[64, 128, 256, 512, 1024, 2048],
-    Field(
-        description="Elements of one parameter with one scale, in INT8 and INT4. Fewer: more "
-        "exact, more scales."
-    ),
-]
 ITEMSIZES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 FP32 = 4
 
@@ -246,42 +239,20 @@ class QuantizedSync(SyncSettings):
     """
 
     STAGED: ClassVar[bool] = True
+    error_feedback: ClassVar[bool] = True
     mode: Literal["quantized"] = Field(
         "quantized", description="Block-quantize what crosses between gradient domains."
     )
-    bits: Literal[8, 4, "nf4"] = Field(
+    bits: Literal[8, "nf4"] = Field(
         "nf4",
-        description='Bits per value on the wire, next to one FP32 scale per block. "nf4": 4 bits '
-        "in a codebook, in blocks of 64 with scales of one byte.",
+        description='Bits per value on the wire. 8: next to one FP32 scale per block. "nf4": 4 '
+        "bits in a codebook, in blocks of 64 with scales of one byte.",
     )
-    block_size: BlockSize = 256
-    error_feedback: StrictBool = Field(
-        True,
-        description="Keep what quantization took away and add it at the next step. It stays in the "
-        "gradient shard, rounded to its type, and costs nothing; in FP16, which may skip steps, 4 "
-        "bytes for each gradient element a rank sends.",
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _block_of_nf4(cls, given: Any) -> Any:
-        nf4 = isinstance(given, Mapping) and given.get("bits", NF4.name) == NF4.name
-        return {"block_size": NF4.block_size, **given} if nf4 else given
-
-    def problem(self, plan: Plan) -> str | None:
-        """Refuse block sizes that NF4 does not have."""
-        if self.block_size == self.spec.block_size:
-            return None
-        return (
-            f'sync.block_size = {self.block_size}: "bits": "nf4" has blocks of 64; remove it, '
-            'or set "bits" to 4'
-        )
 
     @property
     def spec(self) -> BlockSpec:
         """Return the wire format."""
-        name = self.bits if isinstance(self.bits, str) else f"int{self.bits}"
-        return BlockSpec.named(name, self.block_size)
+        return BlockSpec.named("int8" if self.bits == 8 else "nf4")
 
     def volume(self, plan: Plan, widths: Sequence[int], itemsize: int) -> list[Move]:
         """Return an unquantized reduction inside the node if needed, one quantized row to each
@@ -304,9 +275,8 @@ class QuantizedSync(SyncSettings):
         """Return one FP32 row per peer if a loss scaler may skip steps; else the gradient shard
         stores the residual.
         """
-        return (
-            sync_peers(plan) - 1
-        ) * columns * FP32 if self.error_feedback and loss_scaled else 0, 0
+        residual = (sync_peers(plan) - 1) * columns * FP32
+        return residual if loss_scaled else 0, 0
 
     def scratch(
         self, plan: Plan, columns: int, run: Sequence[int], itemsize: int
@@ -324,7 +294,7 @@ class QuantizedSync(SyncSettings):
             return 0, 0
         replicated = plan.optimizer < plan.world_size
         table = FP32 * peers * sum(run) if inner is not None or replicated else 0
-        kept = FP32 * peers * columns if replicated and self.error_feedback else 0
+        kept = FP32 * peers * columns if replicated else 0
         summed = 2 * plan.world_size // plan.gradients * sum(run) * itemsize if inner else 0
         message = rows_message(peers, run, self.spec, itemsize)
         return max(kept, table) + max(summed, 2 * message), kept

@@ -11,8 +11,7 @@ Which layers
     output projection. Everything is included, and layers that compute queries, keys and values are
     excluded by their common names: separate layers (``q_proj``, ``query``, DeepSeek's
     ``kv_a_proj``, T5's ``SelfAttention.q``) and fused ones (``qkv``, ``Wqkv``, ``query_key_value``,
-    GPT-2's ``c_attn``, PyTorch's ``in_proj_weight``). Norms and biases are dense by
-    ``dense_vectors``. The user's own patterns replace this list.
+    GPT-2's ``c_attn``, PyTorch's ``in_proj_weight``). Norms and biases are dense too.
 
 Note [Safe loads]
     The paper's shares of zeros (80%, 90%, 98.75% for 2x, 4x, 10x) describe the sum over the ranks,
@@ -24,7 +23,7 @@ Note [Safe loads]
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, field_validator
 from pydantic.json_schema import SkipJsonSchema
@@ -38,7 +37,6 @@ from zero_topo.config.sparse_base import (
 )
 from zero_topo.config.sync_config import FP32, ITEMSIZES, Dtype, sync_peers
 from zero_topo.plan import Plan
-from zero_topo.strict import Strings
 
 RATIOS = (10, 4, 2)
 PAPER_ZEROS = {2: 0.80, 4: 0.90, 10: 0.9875}
@@ -71,6 +69,8 @@ class TagcSync(SparseSync):
     Transformer Training" (EuroMLSys 2025).
     """
 
+    EXCLUDED: ClassVar[tuple[str, ...]] = QUERY_KEY_VALUE
+
     mode: Literal["tagc"] = Field(
         "tagc", description="One bit per element and a count sketch of the values (TAGC)."
     )
@@ -86,13 +86,9 @@ class TagcSync(SparseSync):
         "0.9875 by the ratio, or more, so that the selected elements of all ranks fit into the "
         "sketch even if none coincide.",
     )
+
     value_dtype: Dtype = Field(
         "bf16", description="Type of values sent without a sketch; sketches are always FP32."
-    )
-    exclude: Strings = Field(
-        QUERY_KEY_VALUE,
-        description="Parameters to reduce densely after all: shell patterns; by default what "
-        "computes queries, keys and values.",
     )
 
     @field_validator("density")

@@ -320,23 +320,20 @@ def publish_bytes(config: ResolvedConfig, work: Workload, limit: int | None) -> 
         limit: elements of a run; None is all.
     """
     plan = config.plan
-    spec = config.publish.spec
     codes = config.resident_spec
     rows = plan.world_size // plan.optimizer
     size = plan.optimizer // plan.weights
     widths, coded = (widest_run(config, work, limit, kind) for kind in (False, True))
-    itemsize = ITEMSIZES[config.publish.dtype] if config.publish.dtype else work.itemsize
-    own = rows_message(rows, widths, spec, itemsize)
+    own = rows_message(rows, widths, None, work.itemsize)
     if codes is not None:
         own = max(own, largest_change_bytes(rows, coded, codes))
-    differences = 0 if spec is None else FP32 * rows * sum(widths)
     if size == 1:
-        return 0 if spec is None else differences + own
+        return 0
     hierarchy = plan.stages(plan.weights, plan.optimizer)
     if len(hierarchy) == 1:
-        return differences + own + own * size
+        return own + own * size
     came = own * (hierarchy[-1][1] // hierarchy[-1][0])
-    return max(differences + own + came if spec else 0, came + own * size)
+    return came + own * size
 
 
 def widest_run(

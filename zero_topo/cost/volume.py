@@ -85,7 +85,6 @@ class Workload:
         micro_batches: forward and backward passes per optimizer step (``K``).
         scatter_itemsize: bytes per gradient in an unquantized scatter, which is of one bucket.
         sync_itemsize: bytes per gradient in a dense sync.
-        publish_itemsize: bytes per weight in publish.
         run_numel: parameter elements that one collective of sync or publish carries; None is all of
             them.
         published: bytes of every rank's message in each run of a publish of INT8 weights; None
@@ -107,7 +106,6 @@ class Workload:
     micro_batches: int
     scatter_itemsize: int
     sync_itemsize: int
-    publish_itemsize: int
     run_numel: int | None = None
     published: tuple[int, ...] | None = None
     loss_scaled: bool = False
@@ -132,7 +130,7 @@ class Workload:
         sizes = tuple(numels)
         shapes = (2,) * len(sizes) if dims is None else tuple(dims)
         kept = (False,) * len(sizes)
-        return cls(sizes, shapes, kept, itemsize, micro_batches, itemsize, itemsize, itemsize)
+        return cls(sizes, shapes, kept, itemsize, micro_batches, itemsize, itemsize)
 
     def of_muon(self) -> tuple[int, ...]:
         """Return the elements of each parameter whose update is Muon's."""
@@ -279,12 +277,12 @@ def collectives(config: ResolvedConfig, work: Workload, stock: bool) -> Iterator
     yield "matrices", 1, matrix_moves(plan, work.of_muon(), work.scatter_itemsize, stock)
     plain = [i for i in param_indices if not coded[i]]
     for run in param_runs(plan, work, plain, work.run_numel):
-        yield "publish", 1, of("publish", run, work.publish_itemsize)
+        yield "publish", 1, of("publish", run, work.itemsize)
     int8 = [i for i in param_indices if coded[i]]
     changed = param_runs(plan, work, int8, work.run_numel)
     yield "publish", 1, count_moves(plan, len(changed))
     for run, message in zip(changed, work.published or (None,) * len(changed), strict=False):
-        yield "publish", 1, of("publish", run, work.publish_itemsize, message)
+        yield "publish", 1, of("publish", run, work.itemsize, message)
 
 
 def _gathers(
@@ -387,7 +385,7 @@ def phase_moves(
         )
         return reduce_moves(plan, pair, message), message
     if phase == "publish":
-        message = rows_message(rows, columns.plain, config.publish.spec, itemsize)
+        message = rows_message(rows, columns.plain, config.publish_spec, itemsize)
         if codes and columns.coded:
             message += change_bytes(rows, columns.coded, codes) if published is None else published
     else:

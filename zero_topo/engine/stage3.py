@@ -65,7 +65,6 @@ class Stage3:
         meter: bytes sent, by this engine and those :meth:`alongside` it.
         queues: of gathers, and of sync and publish, which these engines share too.
         run_numel: parameter elements per collective of sync; None for all.
-        publish_dtype: the dtype in which publish sends weights that it does not quantize.
     """
 
     def __init__(
@@ -150,13 +149,11 @@ class Stage3:
         self.mesh = Mesh(
             config.plan, config.topology, self.meter, [*pairs, *exact], whole_pairs, groups
         )
-        self.publish_dtype = _dtype(config.publish.dtype, like.dtype)
         self.run_numel = config.sync.run_numel(self.bucket_numel, sum(p.numel for p in trained))
-        publish = config.publish.spec or cast_to(self.publish_dtype)
         parameters = (*trained, *frozen)
         count = len(trained)
         self.weights = Weights(
-            config, parameters, count, like, self.bucket_numel, publish, self.mesh, self.queues
+            config, parameters, count, like, self.bucket_numel, self.mesh, self.queues
         )
         self.gradients = self._build_gradients(moments)
         self.masters = Masters(self.layout, self.mesh, like.device)
@@ -166,17 +163,12 @@ class Stage3:
 
     @property
     def separate_masters(self) -> bool:
-        """Whether zero_topo stores FP32 masters: with several rows per rank, or weights that differ
-        from masters.
+        """Whether zero_topo stores FP32 masters, because a rank has several rows of them.
 
         Otherwise DeepSpeed's masters are used, with its own code for them.
         """
         plan = self.config.plan
-        model = self.like.dtype
-        exact = self.publish_dtype == model and (
-            self.config.publish.delta is None or model != torch.float32
-        )
-        return plan.optimizer < plan.world_size or not exact
+        return plan.optimizer < plan.world_size
 
     def _build_gradients(self, moments: Callable[[], Sequence[Moment]]) -> Gradients:
         config = self.config
@@ -348,7 +340,7 @@ class Stage3:
         mode.load_state_dict({})
         problem = lost = None
         same = state.get("degrees") == self.config.plan.degrees()
-        kept = {key: state[key] for key in ("stored", "scales") if same and key in state}
+        kept = {"scales": state["scales"]} if same and "scales" in state else {}
         try:
             if state is not entry:
                 raise ValueError(f"its entry {STATE_KEY} is a {type(entry).__name__}")
@@ -357,10 +349,6 @@ class Stage3:
             problem = str(error)
         except Exception as error:  # a damaged entry has any content
             problem = f"{type(error).__name__}: {error}"
-        own = self.weights.storage.own_row
-        if "stored" in kept and getattr(kept["stored"], "shape", None) != own.shape:
-            kept = {}
-            problem = f"its stored weights are no row of {own.numel()} weights"
         residuals, ages = carried(folder, self.parameters)
         facts = {"degrees": state.get("degrees"), "problem": problem, "stored": sorted(kept)}
         # All ranks or none: with a part of them restored, replicas would diverge.
@@ -393,7 +381,6 @@ class Stage3:
             micro_batches=micro_batches,
             scatter_itemsize=self.scatter_dtype.itemsize,
             sync_itemsize=self.sync_dtype.itemsize,
-            publish_itemsize=self.publish_dtype.itemsize,
             run_numel=self.bucket_numel,
             published=self.weights.published,
             loss_scaled=self._loss_scaled,

@@ -24,14 +24,6 @@ Note [Publish before gather]
     stream wait for that event, so the last event covers all earlier ones. On a CPU collectives
     block, and there is no event.
 
-Delta publish
-    With ``"delta"`` the owner of a row sends ``q = Q(master - w)``, where ``w`` is the row as every
-    rank stores it. Every rank, the owner included, replaces ``w`` by ``w + q``: one FP32 sum,
-    rounded once to the dtype of the weights. All ranks do the same arithmetic on the same bits, so
-    all copies stay bit-identical. The error of ``q`` and of the rounding is part of the next
-    difference: the FP32 master serves as error feedback. Each row of a parameter is padded to whole
-    blocks, so a norm never shares a scale with a matrix.
-
 Publish under forward
     Updated parameters are collected over all sub-groups of the optimizer. Their publish begins
     (:meth:`Weights.begin`) when the first of them is needed or the step ends. Persistent parameters
@@ -74,7 +66,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from operator import itemgetter
 
 import torch
@@ -94,9 +85,8 @@ from zero_topo.engine.copies import Copy, Secondary, gather
 from zero_topo.engine.storage import Storage
 from zero_topo.mesh import Mesh
 from zero_topo.plan import Phase, packed_runs
-from zero_topo.quant.operands import Range, View, merged, packed_ranges, range_views
-from zero_topo.quant.ops import cast_to, dequantize, quantize
-from zero_topo.quant.spec import Format
+from zero_topo.quant.operands import merged, range_views
+from zero_topo.quant.ops import cast_to
 from zero_topo.sync import Parameter
 
 
@@ -109,7 +99,6 @@ class Weights:
         count: number of trained parameters.
         like: a tensor of the model's dtype on the accelerator.
         run_numel: elements per collective of publish.
-        publish: the format of publish; if it quantizes, of differences to the masters.
         mesh: the groups.
         queues: the ordered queues of gathers and of publish.
 
@@ -127,7 +116,6 @@ class Weights:
         count: int,
         like: Tensor,
         run_numel: int,
-        publish: Format,
         mesh: Mesh,
         queues: Queues,
     ) -> None:
@@ -149,8 +137,7 @@ class Weights:
         # waits for it.
         self._updated: torch.Event | None = None
         self._hierarchy = mesh.hierarchy(plan.weights, plan.optimizer).metered("publish")
-        self._wire = publish
-        self.needs_masters = publish.lossy or storage.store is not None
+        self.needs_masters = storage.store is not None
         # Each begins the runs of the updated parameters that it sends in its format.
         self._codecs: list[Callable[[Sequence[Update]], Begun]] = [self._begin_rows]
         if storage.store is not None:
@@ -268,48 +255,18 @@ class Weights:
             self._updated = recorded_event(self.storage.primary.device)
 
     def _begin_rows(self, updates: Sequence[Update]) -> Begun:
-        """Begin to publish rows of the primary: as they are, or quantized differences if the
-        updates have masters.
-        """
-        rows = self.storage.rows
-        device = self.storage.primary.device
-        for param_indices, masters, first in self._planned(updates, self.storage.row_sizes):
-            parts = [rows.shard_ranges(param_indices)]
-            tables = list[Tensor]()
-            if masters is not None:
-                # Each run of adjacent parameters is one slice of the masters.
-                neighbours = merged((i, i + 1) for i in param_indices)
-                parts = [rows.shard_ranges(range(*part)) for part in neighbours]
-                tables = [masters[:, part[0][0] - first : part[-1][1] - first] for part in parts]
-                tables = [table.to(device, torch.float32) for table in tables]
-            yield param_indices, self._queue.run(partial(self._publish_rows, parts, tables), tables)
+        """Begin to publish rows of the primary, as they are."""
+        for param_indices, *_ in self._planned(updates, self.storage.row_sizes):
+            yield param_indices, self._queue.run(partial(self._publish_rows, param_indices))
 
-    def _publish_rows(
-        self,
-        parts: Sequence[Sequence[Range]],
-        masters: Sequence[Tensor],
-    ) -> Handle[None]:
+    def _publish_rows(self, param_indices: Sequence[int]) -> Handle[None]:
         hierarchy = self._hierarchy
-        wire = self._wire
-        by_member = members(self.storage.primary, self._hierarchy.size)
-        parts = [merged(shard_ranges, wire.block_size) for shard_ranges in parts]
-        views = range_views(by_member, chain(*parts), wire.block_size)
-        if not masters:
-            if hierarchy.size == 1:
-                return Handle()
-            return all_gather_views(hierarchy, views, wire)
-        own = by_member[hierarchy.index]
-        differences = list[View]()
-        for shard_ranges, rows in zip(parts, masters, strict=True):
-            # The master minus the stored row: adding it, quantized, brings the row close to the
-            # master.
-            differ = rows - own[:, shard_ranges[0][0] : shard_ranges[-1][1]]
-            differences += range_views(differ, packed_ranges(shard_ranges), wire.block_size)
-        message = quantize(differences, wire)
-        # The owner applies its own message too, so that all copies have the same bits.
-        own_views = [view.member(hierarchy.index) for view in views]
-        dequantize(message, wire, own_views, accumulate=True)
-        return all_gather_views(hierarchy, views, wire, message, accumulate=True)
+        if hierarchy.size == 1:
+            return Handle()
+        by_member = members(self.storage.primary, hierarchy.size)
+        columns = merged(self.storage.rows.shard_ranges(param_indices))
+        wire = cast_to(self.storage.primary.dtype)
+        return all_gather_views(hierarchy, range_views(by_member, columns), wire)
 
     def _begin_rows_of_int8(self, updates: Sequence[Update]) -> Begun:
         """Copy masters to the rows of parameters that are not INT8, and begin to publish these."""
@@ -482,20 +439,15 @@ class Weights:
     # -- checkpoints -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the state that a checkpoint needs in addition to the masters.
-
-        For INT8 weights: the scales of the own world shard, with which masters are requantized. For
-        a quantized publish: the own row, which is not the rounded masters.
+        """Return the state that a checkpoint needs in addition to the masters: of INT8 weights, the
+        scales of the own world shard, with which masters are requantized.
         """
-        if self.storage.store is not None:
-            return {"scales": self.storage.store.own_scales(self.storage.trained)}
-        if not self.needs_masters:
+        if self.storage.store is None:
             return {}
-        return {"stored": self.storage.own_row.detach().clone()}
+        return {"scales": self.storage.store.own_scales(self.storage.trained)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore :meth:`state_dict` before :meth:`publish_world`; without it the own row stays,
-        and scales are new.
+        """Restore :meth:`state_dict` before :meth:`publish_world`; without it scales are new.
 
         Saved scales are used if the number of blocks matches. Otherwise a rank chooses new ones;
         ranks still agree, because each sends its scales.
@@ -506,8 +458,6 @@ class Weights:
             fits = isinstance(saved, Tensor) and saved.shape == own.shape
             loaded = {self.storage.trained: own.copy_(state["scales"])} if fits else {}
             self.storage.store.loaded_scales = loaded
-        elif self.needs_masters and "stored" in state:
-            self.storage.own_row.copy_(state["stored"])
 
     # -- accounting --------------------------------------------------------------------------------
 

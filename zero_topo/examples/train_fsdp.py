@@ -49,8 +49,8 @@ def block_of(args: argparse.Namespace) -> dict[str, Any]:
     """The ``zero_topo`` block: which ranks share what, and what is quantized."""
     block: dict[str, Any] = {"scheme": "topo"}
     if args.q4:
-        block["sync"] = {"mode": "quantized", "bits": 4}
-        block["publish"] = {"delta": "int4"}
+        block["sync"] = {"mode": "quantized"}
+        block["quantize"] = {"publish": "int4"}
     if args.nodes:
         gpus = dist.get_world_size() // args.nodes
         machine = {"nodes": args.nodes, "gpus_per_node": gpus, "gcds_per_gpu": 1}

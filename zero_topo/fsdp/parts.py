@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 
 from zero_topo.fsdp.host import Host
 from zero_topo.fsdp.part_tensor import PartTensor
-from zero_topo.quant.operands import DTYPES, FLOATS, View, way_to_floats
+from zero_topo.quant.operands import FLOATS, View, way_to_floats
 
 PLACEMENTS = (Shard(0), Shard(0), Replicate())
 
@@ -79,9 +79,7 @@ class Part:
         self.numel = own_rows * row_numel
         padded = _padded(self.weights(), self.copies * self.width)
         self.master = nn.Parameter(padded.float().clone())
-        self.published = padded.clone() if host.config.publish.spec is not None else None
-        wire = host.config.publish.dtype
-        self._wire = DTYPES[wire] if wire else param.dtype
+        self.published = padded.clone() if host.config.publish_spec is not None else None
 
     # -- weights -----------------------------------------------------------------------------------
 
@@ -101,7 +99,7 @@ class Part:
         """Return the weights that all ranks store for the masters, unless the user edits them."""
         if self.published is not None:
             return self.published[: self.numel]
-        return self.master.detach()[: self.numel].to(self._wire).to(self.param.dtype)
+        return self.master.detach()[: self.numel].to(self.param.dtype)
 
     @torch.no_grad()
     def follow_edits(self) -> None:

@@ -15,16 +15,15 @@ from zero_topo.config.sync_config import Move, gather_moves, rows_message
 from zero_topo.fsdp.parts import Part
 from zero_topo.mesh import Mesh
 from zero_topo.plan import packed_runs
-from zero_topo.quant.operands import DTYPES
 from zero_topo.quant.ops import cast_to, quantize
 
 
 class Publisher:
     """Sends masters to all ranks that store the shards.
 
-    With ``"delta"`` a rank sends the difference between its masters and the weights as all ranks
-    store them; each adds the same decoded bits, so copies stay equal, and the error is part of the
-    next difference.
+    With ``quantize.publish`` a rank sends the difference between its masters and the weights as all
+    ranks store them; each adds the same decoded bits, so copies stay equal, and the error is part
+    of the next difference.
 
     Args:
         stored: the parts of all trained parameters of which this rank stores a shard.
@@ -51,11 +50,9 @@ class Publisher:
         queue: OrderedQueue,
     ) -> None:
         plan = config.plan
-        settings = config.publish
-        exact = cast_to(DTYPES[settings.dtype] if settings.dtype else weights)
-        self._spec = settings.spec
-        self.wire = settings.spec or exact
-        self.delta = settings.spec is not None
+        self._spec = config.publish_spec
+        self.wire = self._spec or cast_to(weights)
+        self.delta = self._spec is not None
         sizes = [plan.world_size * part.width for part in stored]
         runs = packed_runs(sizes, run_numel)
         self.runs = [list(stored[run.start : run.stop]) for run in runs]

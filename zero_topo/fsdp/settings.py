@@ -21,12 +21,8 @@ REFUSED = {
     "set_custom_all_gather": COLLECTIVES,
     "set_custom_reduce_scatter": COLLECTIVES,
     "set_separate_reduce_scatter_group": COLLECTIVES,
-    "set_allocate_memory_from_process_group_for_comm": (
-        'messages lie in NCCL\'s memory if the block has "registered_buffers": true; leave it out'
-    ),
-    "set_symm_mem_for_comm": (
-        'messages lie in NCCL\'s memory if the block has "registered_buffers": true; leave it out'
-    ),
+    "set_allocate_memory_from_process_group_for_comm": COLLECTIVES,
+    "set_symm_mem_for_comm": COLLECTIVES,
 }
 """Methods of an FSDP module that have no effect, or a wrong one, and what to do."""
 

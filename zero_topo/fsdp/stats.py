@@ -97,7 +97,6 @@ def _workload(optimizer: ShardedOptimizer) -> Workload:
         micro_batches=optimizer.passes,
         scatter_itemsize=weights,
         sync_itemsize=context.dtype.itemsize,
-        publish_itemsize=optimizer.publisher.wire.bits // 8,
         run_numel=optimizer.publisher.run_numel,
     )
 

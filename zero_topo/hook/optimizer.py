@@ -413,7 +413,7 @@ class TopoStage3(Stock):
             weights.mark_updated(range(param_indices[0], param_indices[-1] + 1), rows)
             return
         if topo.separate_masters:
-            weights.storage.own[:, begin:end].copy_(rows.to(topo.publish_dtype))
+            weights.storage.own[:, begin:end].copy_(rows)
         else:
             super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
         weights.mark_updated(range(param_indices[0], param_indices[-1] + 1))

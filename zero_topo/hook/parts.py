@@ -279,9 +279,6 @@ class Parts:
         for part in self.parts:
             topo = part.topo
             row = topo.weights.storage.own_row
-            # DeepSpeed filled it from the masters: rounding as publish does restores the weights
-            # that the run had.
-            row.copy_(row.to(topo.publish_dtype))
             entry = {STATE_KEY: saved[part.key]} if part.key in saved else {}
             ages = topo.load_state_dict(entry, folder)
             rows = []

@@ -64,6 +64,7 @@ NF4_BOUNDS = tuple((low + high) / 2 for low, high in pairwise(NF4_LEVELS))
 NF4_SCALE = 84 << 23
 # Added before a scale is truncated to such a step: 3/8 of it has the smallest error
 NF4_NEAREST = 3 << 18
+BLOCK = 256  # values that share a scale in the INT8 and INT4 of a config
 TILE = 128  # values whose changes are listed together: a position and a sign fit into a byte
 CHUNK = 32  # blocks with one entry in ``ends``
 LARGE = 128  # added to the count of a tile in which a weight changes by more than 1
@@ -138,12 +139,10 @@ class BlockSpec:
             object.__setattr__(self, attribute, getattr(kind, attribute))
 
     @classmethod
-    def named(cls, name: str, block_size: int) -> BlockSpec:
-        """Return the format that a config names, in blocks of this size if there is a choice."""
+    def named(cls, name: str) -> BlockSpec:
+        """Return the format that a config names."""
         sizes = KINDS[name].block_sizes
-        if len(sizes) == 1:
-            block_size = sizes[0]
-        return cls(name, block_size)
+        return cls(name, sizes[0] if len(sizes) == 1 else BLOCK)
 
     @property
     def block_bytes(self) -> int:

@@ -63,10 +63,10 @@ class Quantized(Crossing):
         super().__init__(context, cast_to(context.dtype))
         self._down = context.across(context.plan.optimizer)
         self.wire = config.spec
-        self._feedback = config.error_feedback and self.peers.size > 1
-        self.residual_in_shard = self._feedback and not context.loss_scaled
+        has_residual = self.peers.size > 1
+        self.residual_in_shard = has_residual and not context.loss_scaled
         self.residual: Tensor | None = None
-        if self._feedback and context.loss_scaled:
+        if has_residual and context.loss_scaled:
             shape = (self.peers.size - 1, context.columns)
             self.residual = torch.zeros(shape, dtype=torch.float32, device=context.device)
         # By run, the residual while delivered gradients are in its place in the shard: `start`
@@ -109,15 +109,14 @@ class Quantized(Crossing):
         # written for it.
         messages = quantize(views, self.wire, without=own)
         across = self.peers.all_to_all_later(messages)
-        if self._feedback:
-            dequantize(messages, self.wire, views, -1.0, accumulate=True, without=own)
+        dequantize(messages, self.wire, views, -1.0, accumulate=True, without=own)
 
         def finish(received: Tensor) -> Handle[None] | None:
             mine = [view.member(own) for view in views]
             dequantize_reduce(received, self.wire, mine, accumulate=True, without=own)
             if copied:
                 self.deliver(shard, run, rows, slice(own, own + 1))
-                self._saved_residuals |= {run: rows} if self._feedback else {}
+                self._saved_residuals[run] = rows
             if self._down.size == 1:
                 self._restore_residual(shard, run)
             return spread_back(self.context, shard, run, self._down, self._dense_wire)
@@ -156,10 +155,7 @@ class Quantized(Crossing):
         """Keep the delivered sum in the own row, and write the residual, if any, to the other
         rows.
         """
-        if self._feedback:
-            self._restore_residual(shard, tuple(ranges))
-        else:
-            super().reopen(shard, ranges)
+        self._restore_residual(shard, tuple(ranges))
 
     def commit(self, skipped: bool) -> None:
         """Keep the residual for the next step; after a skipped step only a separate residual buffer
@@ -224,7 +220,7 @@ class Quantized(Crossing):
         """Return the owners: all peers if the residual is in the gradient shard, else all but this
         rank.
         """
-        if not self._feedback:
+        if self.peers.size == 1:
             return None
         owners = self.members()
         if not self.residual_in_shard:

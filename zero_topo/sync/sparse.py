@@ -157,13 +157,10 @@ class Sparse(Crossing):
         self.runs = self._build_runs()
         self._dense = Dense(DenseSync(), context)
         self.active = self.peers.size > 1 and self._columns > 0
-        # In page-locked memory, so that copies of it do not stop the host.
-        self._offloaded = config.offload_residual and context.device.type != "cpu"
         self.residual = torch.zeros(
             self.numel if self.active and config.error_feedback else 0,
             dtype=torch.float32,
-            device="cpu" if self._offloaded else context.device,
-            pin_memory=self._offloaded,
+            device=context.device,
         )
         self._shard_cast = cast_to(context.shard.dtype)
         # By run, the counts of :meth:`shares` for one density, on the device.
@@ -284,7 +281,7 @@ class Sparse(Crossing):
             table /= scale
         if self.residual.numel() and run.number not in self._reopened:
             # From the host without waiting; the stream orders the copy before the sum.
-            table += self._residual_of(run).to(table.device, non_blocking=True)
+            table += self._residual_of(run)
         return table
 
     def _residual_of(self, run: Run) -> Tensor:
@@ -386,7 +383,7 @@ class Sparse(Crossing):
         Args:
             run: the run.
             exchange: what it sent.
-            left: the residual, changed in place, or a copy of it on the device.
+            left: the residual, changed in place, or a copy of it.
         """
         if run.number in self._reopened:
             # Its residual is in the gradients since `reopen`, and must not count twice.
@@ -442,9 +439,7 @@ class Sparse(Crossing):
             self._reports = []
             for run, exchange in zip(runs, ordered, strict=True):
                 if self.residual.numel():
-                    residual = self._residual_of(run)
-                    on_device = residual.to(self.context.device, non_blocking=True)
-                    residual.copy_(self._settle(run, exchange, on_device))
+                    self._settle(run, exchange, self._residual_of(run))
                 report: Report = {"density_asked": self.density, **exchange.report}
                 self._reports.append((run.width / self._columns, report))
             self._state = self.decided(ordered)
@@ -511,7 +506,7 @@ class Sparse(Crossing):
         """Return the bytes on the device: of the residual, and of other state of the gradient's
         size.
         """
-        return 0 if self._offloaded else self.residual.nbytes
+        return self.residual.nbytes
 
     def tensors(self) -> list[Tensor]:
         """Return the residual, and the mode's other state."""
@@ -577,8 +572,6 @@ def counts_or_flag(counts: Tensor, *values: Tensor | None) -> Tensor:
 
 def takes_part(parameter: Parameter, config: SparseSync) -> bool:
     """Return whether a parameter takes part in sparse sync; others are reduced densely."""
-    if config.dense_vectors and parameter.dims < 2:
+    if parameter.dims < 2:
         return False
-    # "exclude" wins over "include".
-    fits = any(fnmatchcase(parameter.name, pattern) for pattern in config.include)
-    return fits and not any(fnmatchcase(parameter.name, pattern) for pattern in config.exclude)
+    return not any(fnmatchcase(parameter.name, pattern) for pattern in config.EXCLUDED)

@@ -29,7 +29,9 @@ from tests.launcher.test_loading import unequal
 from tests.launcher.training import AGED, Job, advance, block, running, weights
 from zero_topo.engine.residual_transfer import carry
 from zero_topo.leaving import leave
+from zero_topo.quant import spec
 
+spec.BLOCK = 64  # layers are small
 STEPS = {"two": (0, 2), "eight": (2, 4), "four": (4, 6)}
 """The steps that each number of ranks takes."""
 MICRO_BATCHES = 8
@@ -121,12 +123,9 @@ def rich(zero_topo: dict[str, Any], **ds: Any) -> Job:
     return replace(job(zero_topo, ds), model=partial(net, 64), groups=unequal, dtype="bf16")
 
 
-CODES: dict[str, Any] = {"quantize": {"block_size": 64}}
-
-
 def rich_begun(directory: Path, tree: str, steps: str) -> dict[str, Any]:
     """Train on this number of ranks, save and convert."""
-    return trained(rich(on(tree, "topo", **CODES), **SMALL_SUB_GROUPS), STEPS[steps], directory)
+    return trained(rich(on(tree, "topo"), **SMALL_SUB_GROUPS), STEPS[steps], directory)
 
 
 def recut(directory: Path, tree: str, scheme: str, sub_group_size: int) -> dict[str, Any]:
@@ -140,7 +139,7 @@ def recut(directory: Path, tree: str, scheme: str, sub_group_size: int) -> dict[
         ("universal", 0, {"checkpoint": {"load_universal": True}}),
         ("half-way", 99, {}),
     ):
-        run = rich(on(tree, scheme, **(CODES if scheme == "topo" else {})), **zero, **ds)
+        run = rich(on(tree, scheme), **zero, **ds)
         with loaded(run, directory, seed, tag=tag) as engine:
             before = digest(engine)
             found[tag] = [before, advance(run, engine, *STEPS[sys.argv[1]]), digest(engine)]

@@ -16,14 +16,16 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 import zero_topo  # noqa: F401 (installs the hook)
+from zero_topo.quant import spec
 
+spec.BLOCK = 64  # layers are small
 STEPS, MICRO_BATCHES = 3, 2
 BLOCKS = {
     "topo": {
         "scheme": "topo",
-        "quantize": {"weights": "int8", "secondary": "int8", "block_size": 64},
+        "quantize": {"weights": "int8", "secondary": "int8"},
     },
-    "codes": {"scheme": "topo", "quantize": {"resident": "int8", "block_size": 64}},
+    "codes": {"scheme": "topo", "quantize": {"resident": "int8"}},
 }
 
 
