@@ -126,11 +126,6 @@ class Trained:
             self._adam.state, [self._weights], [0], self._adam.param_groups
         )
 
-    def restart(self) -> None:
-        """Forget how long elements have waited, as a universal checkpoint does."""
-        for state in self._adam.state.values():
-            state["age"].zero_()
-
     def step(self, engine: Stage3, rows: Tensor) -> None:
         """One step, shown to the mode."""
         self._weights.grad = rows.reshape(-1).clone()
@@ -180,12 +175,8 @@ def train(
         table.view(-1).index_copy_(0, places, values)
         sharded = rows.shape[0] < threads
         weights = table[rank].clone() if sharded else table.view(-1)
-        optimizer = Trained(settings, job, weights)
-        mode.optimizer = optimizer
+        mode.optimizer = Trained(settings, job, weights)
         for step in range(settings["steps"]):
-            if job.get("restart") and step == settings["steps"] // 2:
-                mode.engine.gradients.mode.load_state_dict({})
-                optimizer.restart()
             loss = loss_of(
                 model, corpus.train, seed, step, range(ranks) if threads == 1 else [rank]
             )

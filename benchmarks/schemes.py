@@ -28,8 +28,6 @@ class BenchScheme:
             the benchmark's.
         change: size of a random change of the initial weights; "benchmarks convergence" alone makes
             it.
-        restart: empty sync's state and the ages of AgedAdamW in the middle of the run;
-            "benchmarks convergence --one-process" alone does it.
         stage: DeepSpeed's, without a block: 0 shards nothing and reduces gradients with torch's
             all-reduce.
         tensor: ranks of a GPU that share each layer, by DeepSpeed's AutoTP; they see the same
@@ -44,7 +42,6 @@ class BenchScheme:
     optimizer: str = "AdamW"
     lr: float | None = None
     change: float = 0.0
-    restart: bool = False
     stage: int = 3
     tensor: int = 1
     host: str | None = None
@@ -62,7 +59,6 @@ class BenchScheme:
         job |= {} if self.stage == 3 else {"stage": self.stage}
         job |= {} if self.tensor == 1 else {"tensor": self.tensor}
         job |= {} if self.host is None else {"host": self.host}
-        job |= {"restart": True} if self.restart else {}
         return job if self.lr is None else {**job, "lr": self.lr}
 
     def resolve(self, topology: Topology) -> ResolvedConfig | None:
@@ -195,22 +191,11 @@ KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
                 for name, percent, sums in (
                     ("aged-5", 5, {}),
                     ("aged-10", 10, {}),
-                    ("sharded-aged-1", 1, SHARDED),
                     ("sharded-aged", 2, SHARDED),
                     ("sharded-aged-5", 5, SHARDED),
                 )
             ),
             _synced("ternary-aged", TERNARY, "AgedAdamW"),
-            # What a lost residual costs, next to what a change of 1e-6 does to the same run.
-            *(
-                _synced(f"{name}-{word}", sync, "AgedAdamW", **more)
-                for name, sync in (
-                    ("ternary-aged", TERNARY),
-                    ("oktopk-sharded-aged-1", {"mode": "oktopk", "density": 0.01, **SHARDED}),
-                    ("oktopk-sharded-aged-5", {"mode": "oktopk", "density": 0.05, **SHARDED}),
-                )
-                for word, more in (("restart", {"restart": True}), ("changed", {"change": 1e-6}))
-            ),
             # In 200 steps on 8 to 48 nodes: formats with feedback, Radius, and dense or denser
             # steps at the beginning.
             _synced("sync-nf4", NF4),

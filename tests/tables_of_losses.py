@@ -99,6 +99,28 @@ def beginning_rows() -> list[str]:
     return rows
 
 
+def restart_rows() -> list[str]:
+    """The table of residuals lost in the middle of a training: training loss against the unbroken
+    run of each seed, and one run moved by 1e-6.
+    """
+    results = {result["scheme"]: result for result in record("sparse-restart")["results"]}
+    by_seed = {name: of["last"]["difference"]["by_seed"] for name, of in results.items()}
+
+    def shares(name: str, other: str) -> list[float]:
+        unbroken = by_seed[name]
+        changed = by_seed[f"{name}-{other}"]
+        return [100 * ((1 + value) / (1 + unbroken[seed]) - 1) for seed, value in changed.items()]
+
+    rows = []
+    for name in ("ternary-aged", "oktopk-sharded-aged-5", "oktopk-sharded-aged-1"):
+        lost = shares(name, "restart")
+        (moved,) = shares(name, "changed")
+        seeds = f"{min(lost):+.2f} to {max(lost):+.2f}"
+        cell = f"{statistics.mean(lost):+.2f}% ({seeds})"
+        rows.append(row([f"`{name}`", cell, f"{moved:+.2f}%"]))
+    return rows
+
+
 def resident_rows() -> list[str]:
     """The table of weights stored as INT8, from the record committed: first 100 steps, last tenth,
     evaluation.
@@ -292,6 +314,7 @@ TABLES: Mapping[str, Callable[[], list[str]]] = MappingProxyType(
         "formats, defaults": defaults_rows,
         "sparse, nodes": nodes_rows,
         "sparse, beginning": beginning_rows,
+        "sparse, restart": restart_rows,
         "resident": resident_rows,
         "resident, long": partial(drift_rows, "resident-5000"),
         "sparse, long": partial(drift_rows, "sparse-3000"),
