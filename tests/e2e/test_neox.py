@@ -132,6 +132,8 @@ def train(data: Path, name: str, neox_config: dict[str, Any]) -> tuple[dict[int,
     torchrun += ["--master-port", str(neox_config["master_port"])]
     program = ROOT / "tests/e2e/programs/neox_on_cpu.py"
     text = run(data, *torchrun, str(program), CHECKOUT, str(path), log=name)
+    buffers = f"deepspeed_allreduce_buffer_*_{neox_config['master_port']}_*"
+    assert not list(Path("/dev/shm").glob(buffers))
     return {int(step): float(loss) for step, loss in LOSS.findall(text)}, text
 
 
