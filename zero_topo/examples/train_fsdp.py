@@ -36,7 +36,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small GPT on FSDP2.")
     parser.add_argument("--steps", type=int, default=30, help="optimizer steps")
     parser.add_argument(
-        "--q4", action="store_true", help="send gradients and weights between nodes in INT4"
+        "--q4", action="store_true", help="send gradients and weights between nodes in 4 bits"
     )
     parser.add_argument("--nodes", type=int, help="emulate so many nodes on the CPU")
     parser.add_argument("--data", type=Path, help="a text file; by default Python's own library")
