@@ -210,7 +210,7 @@ def test_deepspeeds_own_settings_count() -> None:
     assert job(reduce_bucket_size="auto", offload_optimizer=None) == Job(NEOX)
     with pytest.raises(
         ValueError,
-        match=r'zero_optimization\.reduce_bucket_size: must be a number of elements, got "x"',
+        match=r'zero_optimization\.reduce_bucket_size: .*"x"',
     ):
         job(reduce_bucket_size="x")
 

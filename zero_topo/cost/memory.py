@@ -223,7 +223,7 @@ def moments(config: ResolvedConfig, work: Workload, job: Job) -> tuple[dict[str,
     publish = publish_bytes(config, work, job.bucket)
     rows = plan.world_size // plan.optimizer * columns
     copied = work.itemsize < 4 and not job.offload
-    scatter = scatter_bytes(config, job.bucket, work)
+    scatter = scatter_bytes(config, min(job.bucket, work.params), work)
     complete, coming = gathered_bytes(config, job, work.itemsize)
     waiting = min(max(job.bucket, work.largest), work.params) * work.itemsize
     computing = {"activations": activation_bytes(job, work.itemsize), "bucket": waiting}
