@@ -262,12 +262,45 @@ def test_modules_are_given_in_any_order(name: str) -> None:
     assert_equal(run_threads(4, train, build, None, GIVEN[name])[0][1], expected)
 
 
-def foreign(rank: int) -> str:
+def sharded_before(rank: int) -> list[float]:
+    """Losses if the user has sharded a block before, over our mesh."""
+    model: Any = Job().model()
+    mesh = topo.shard_mesh(on_machine(EXACT))
+    fully_shard(model.blocks[1], mesh=mesh, reshard_after_forward=False)
+    topo.fully_shard(model, on_machine(EXACT))
+    optimizer = topo.shard_optimizer(torch.optim.SGD, model, lr=0.1)
+    return steps_of(Job(), model, optimizer, rank, STEPS).losses
+
+
+def test_a_block_that_is_sharded_stays_as_it_is() -> None:
+    expected = run_threads(4, train, Job().build, ())[0][1]
+    found = run_threads(4, sharded_before)[0]
+    torch.testing.assert_close(found, expected.losses, rtol=0, atol=1e-6)
+
+
+def refused(rank: int, which: str) -> str:
+    model: Any = MODELS["pyramid"][0]()
+    modules: Any = None
+    if which == "foreign":
+        modules = [Block(WIDTH)]
+    elif which == "container":
+        model = model.blocks
+    else:
+        fully_shard(model, mesh=topo.shard_mesh(on_machine(EXACT)))
     with pytest.raises(ValueError) as error:
-        train(rank, MODELS["pyramid"][0], None, lambda model: [Block(WIDTH)])
+        topo.fully_shard(model, on_machine(EXACT), modules=modules)
     return str(error.value)
 
 
-def test_a_module_of_another_model_is_refused() -> None:
-    for line in run_threads(4, foreign):
-        assert line.startswith("modules: Block is not in the model") and "\n" not in line
+@pytest.mark.parametrize(
+    ("which", "words"),
+    [
+        ("foreign", "modules: Block is not in the model"),
+        ("container", "ModuleList has no forward"),
+        ("sharded", "is sharded already; call attach"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused_in_a_line(which: str, words: str) -> None:
+    """A module of another model, a list of models, a model that is sharded."""
+    for line in run_threads(4, refused, which):
+        assert words in line and "\n" not in line

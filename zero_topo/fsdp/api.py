@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from zero_topo.collectives.meter import Meter
@@ -19,7 +19,7 @@ from zero_topo.engine.agreement import agree, check_agreement, gather_placements
 from zero_topo.fsdp.block import resolve, state_mesh, whole_mesh
 from zero_topo.fsdp.collectives import install
 from zero_topo.fsdp.host import Host, check_sharding
-from zero_topo.fsdp.modules import elements_of_lists, inner_first
+from zero_topo.fsdp.modules import elements_of_lists, has_forward, inner_first
 from zero_topo.fsdp.optimizer import ShardedOptimizer
 from zero_topo.mesh import Mesh
 from zero_topo.observe.log import log_notes, refusals, show_log
@@ -70,7 +70,8 @@ def fully_shard(
     states = state_mesh(config.plan, _device().type)
     chosen: list[Any] = elements_of_lists(model) if modules is None else inner_first(model, modules)
     for module in chosen:
-        torch_fully_shard(module, mesh=states["shard"], **options)
+        if not isinstance(module, FSDPModule):  # else the user has sharded it
+            torch_fully_shard(module, mesh=states["shard"], **options)
     torch_fully_shard(model, mesh=states["shard"], **options)
     return _attached(model, config, states, divisor)
 
@@ -102,6 +103,13 @@ def _refuse(model: Any, options: Mapping[str, Any]) -> None:
         raise ValueError(
             f"model is a {type(model).__name__}: pass the root module; modules that share a gather "
             "go to modules, pass modules=[[norm, head]]"
+        )
+    if isinstance(model, FSDPModule):
+        raise ValueError(f"{type(model).__name__} is sharded already; call attach in its place")
+    if not has_forward(model):
+        raise ValueError(
+            f"{type(model).__name__} has no forward, which gathers weights; shard the models in it "
+            "one by one"
         )
     for name in ("mesh", "dp_mesh_dims"):
         if name in options:

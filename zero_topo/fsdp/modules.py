@@ -80,9 +80,14 @@ def post_order(module: nn.Module, met: set[nn.Module]) -> Iterator[nn.Module]:
     yield module
 
 
+def has_forward(module: nn.Module) -> bool:
+    """Return whether a module can be called: a container of modules cannot."""
+    return getattr(module.forward, "__func__", None) is not nn.Module.forward
+
+
 def _called(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the module, or of a container without a forward the modules in it."""
-    if getattr(module.forward, "__func__", None) is not nn.Module.forward:
+    if has_forward(module):
         yield module
         return
     for child in module.children():
