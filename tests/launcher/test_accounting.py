@@ -79,7 +79,7 @@ def test_bytes_and_memory_of_codes_equal_the_formulas(scheme: str) -> None:
     """What publish sends depends on how many blocks are sent whole, which the engine tells the
     formula.
     """
-    stats = measured(scheme, "bf16", 2, model=partial(Net, 64))
+    stats = measured(scheme, "bf16", 2, model=partial(Net, 64), quantize={})
     assert stats.work.published is not None and len(stats.work.published) == 1
     assert_bytes_equal(stats)
     assert_memory_equals(stats)

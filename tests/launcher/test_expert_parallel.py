@@ -37,7 +37,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "zero3": block("zero3"),
     "topo": block("topo"),
     "hsdp": block("hsdp"),
-    "codes": block("topo"),
+    "codes": block("topo", quantize={}),
 }
 
 

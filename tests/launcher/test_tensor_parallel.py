@@ -158,7 +158,7 @@ def test_quantized_runs_train_about_as_under_stock(size: int) -> None:
     """
     split = partial(by_autotp, size=size)
     stock = under_stock(split)
-    quantized = run(split(block("topo")))
+    quantized = run(split(block("topo", quantize={})))
     assert quantized.losses == pytest.approx(stock.losses, rel=0.01)
     assert quantized.losses != pytest.approx(stock.losses, rel=1e-5)
 
@@ -170,7 +170,7 @@ def test_quantized_runs_with_an_mpu_train_about_as_under_stock(
     """INT8 weights, 4-bit gradients inside the node, and INT4 between nodes."""
     split = partial(by_mpu, mpu=pair)
     stock = under_stock(split)
-    quantized = run(split(block("topo", sync=sync)))
+    quantized = run(split(block("topo", quantize={}, sync=sync)))
     assert quantized.losses == pytest.approx(stock.losses, rel=0.05)
 
 
@@ -303,7 +303,7 @@ def test_an_engine_without_an_optimizer_computes_as_under_stock() -> None:
 @pytest.mark.long
 def test_a_resumed_run_with_codes_goes_on_with_equal_bits(shared_path: Path) -> None:
     """Stored INT8 weights of uneven parts."""
-    split = by_autotp(block("topo"), hidden=25)
+    split = by_autotp(block("topo", quantize={}), hidden=25)
     saved = save(split, shared_path)
     assert resume(split, shared_path) == saved.losses
 

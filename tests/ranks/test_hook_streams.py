@@ -23,7 +23,7 @@ from tests.streams import Stream
 from zero_topo.engine.residual_transfer import STATE_KEY
 from zero_topo.hook import optimizer
 from zero_topo.hook import optimizer as module
-from zero_topo.hook.parts import Part, Parts
+from zero_topo.hook.parts import EnginePart, Parts
 from zero_topo.hook.passes import BackwardPasses
 from zero_topo.hook.seam import Stock
 from zero_topo.observe.pace import Pace
@@ -69,7 +69,7 @@ def hooked(deepspeed: DeepSpeed, offload: bool) -> Iterator[Any]:
     param_indices = {param_index: param_index for param_index in range(len(deepspeed.model.numels))}
     gathers: Any = SimpleNamespace(trained=[], param_indices=param_indices)
     sub_groups = tuple(range(len(deepspeed.columns)))
-    part = Part(deepspeed.engine, gathers, sub_groups, STATE_KEY)
+    part = EnginePart(deepspeed.engine, gathers, sub_groups, STATE_KEY)
     own.__dict__ |= {
         "_parts": Parts([part], deepspeed.columns),
         "topo": deepspeed.engine,

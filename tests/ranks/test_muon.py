@@ -19,7 +19,7 @@ from tests.ranks.worlds import PLAIN, World, world
 from zero_topo.engine.residual_transfer import STATE_KEY
 from zero_topo.hook import muon, optimizer
 from zero_topo.hook.muon import equal_bits
-from zero_topo.hook.parts import Part, Parts
+from zero_topo.hook.parts import EnginePart, Parts
 
 SHAPES = ((8, 8), (4, 8), (7,))
 """Two matrices, and a vector that another optimizer updates."""
@@ -49,7 +49,7 @@ def hooked(w: World) -> Any:
     own.sub_group_to_group_id = {0: 0, 1: 1}
     columns = [(0, widths[0]), (widths[0], sum(widths))]
     gathers: Any = SimpleNamespace(trained=[], param_indices=own.param_indices)
-    own._parts = Parts([Part(own.topo, gathers, (0, 1), STATE_KEY)], columns)
+    own._parts = Parts([EnginePart(own.topo, gathers, (0, 1), STATE_KEY)], columns)
     own.__dict__ |= {
         "use_muon": True,
         "sub_groups_lacking_loss_scale": set(),

@@ -12,7 +12,7 @@ Note [Activations]
     layer keeps ``s b h (34 + 5 a s / h)`` bytes in 16 bits (equation 1), with full recomputation
     only its input, ``2 s b h``, and all of one layer is stored at a time; embedding and last norm
     take ``4 s b h`` (section 4.3). The term in ``a s`` is the matrix of scores, which flash
-    attention does not store: it stores one FP32 number per head and token. ``Part.stored``
+    attention does not store: it stores one FP32 number per head and token. ``ModelPart.stored``
     replaces the ``34 h`` by a count of the tensors that a layer stores, which covers other widths,
     grouped-query attention and gated layers.
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zero_topo.cost.transformer import SEQUENCE, Model, Part, Shape, Transformer
+from zero_topo.cost.transformer import SEQUENCE, Model, ModelPart, Shape, Transformer
 from zero_topo.strict import cut, did_you_mean, packaged, read_text
 
 GPT2_VOCABULARY = 50304  # 50257, padded by GPT-NeoX to a multiple of 128
@@ -205,7 +205,7 @@ def _words(nested: Any) -> set[str]:
 class ModuleTree(Model):
     """Describes a model read from its modules."""
 
-    parts: tuple[Part, ...]  # type: ignore[misc]  # the base only declares it
+    parts: tuple[ModelPart, ...]  # type: ignore[misc]  # the base only declares it
 
 
 def build(data: Keys, what: str) -> Any:
@@ -263,7 +263,7 @@ def read_modules(module: Any, name: str) -> ModuleTree:
     chosen = max(_number(config, key) for key in CHOSEN)
     seen: set[int] = set()
     first = _read_part(module, embeddings, chosen, seen)
-    kinds: Counter[Part] = Counter()
+    kinds: Counter[ModelPart] = Counter()
     for layers in lists:
         kinds.update(_read_part(layer, layer.named_modules(), chosen, seen) for layer in layers)
     last = _read_part(module, others, chosen, seen)
@@ -304,7 +304,9 @@ def _outermost_lists(module: Any) -> list[Any]:
     return list(found.values())
 
 
-def _read_part(root: Any, modules: Iterable[tuple[str, Any]], chosen: int, seen: set[int]) -> Part:
+def _read_part(
+    root: Any, modules: Iterable[tuple[str, Any]], chosen: int, seen: set[int]
+) -> ModelPart:
     """Return what modules are together, each given with its path below ``root``.
 
     Args:
@@ -331,7 +333,7 @@ def _read_part(root: Any, modules: Iterable[tuple[str, Any]], chosen: int, seen:
             share = chosen / experts if experts and chosen else 1.0
             multiplied += share * math.prod(shape)
             stored += share * math.prod(shape[:-2]) * sum(shape[-2:])
-    return Part(1, tuple(shapes), multiplied, attention, round(stored))
+    return ModelPart(1, tuple(shapes), multiplied, attention, round(stored))
 
 
 def _matrices(module: Any) -> list[Shape]:

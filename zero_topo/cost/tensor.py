@@ -22,7 +22,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from zero_topo.cost.model_files import ModuleTree
-from zero_topo.cost.transformer import Model, Part, Shape
+from zero_topo.cost.transformer import Model, ModelPart, Shape
 from zero_topo.plan import divisors
 from zero_topo.topology.model import Topology
 
@@ -49,8 +49,8 @@ def part_of(model: Model, ranks: int) -> Model:
     )
 
 
-def _divided(part: Part, hidden: int, ranks: int) -> Part:
-    return Part(
+def _divided(part: ModelPart, hidden: int, ranks: int) -> ModelPart:
+    return ModelPart(
         part.count,
         tuple(_divided_shape(shape, hidden, ranks) for shape in part.shapes),
         part.multiplied / ranks,

@@ -36,7 +36,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """Describes equal modules, each of which is gathered as a whole.
 
     Attributes:
@@ -79,7 +79,7 @@ class Model:
     heads: int
     vocab: int
     sequence: int
-    parts: ClassVar[tuple[Part, ...]]
+    parts: ClassVar[tuple[ModelPart, ...]]
     notes: tuple[str, ...] = field(default=(), kw_only=True)
 
     @property
@@ -181,7 +181,7 @@ class Transformer(Model):
                 )
 
     @cached_property
-    def parts(self) -> tuple[Part, ...]:  # type: ignore[override]  # a field of the other subclass
+    def parts(self) -> tuple[ModelPart, ...]:  # type: ignore[override]  # a field of the other subclass
         """Return the embedding, the layers and the head.
 
         The parameters of a layer are two norms, the matrices, their biases. A layer stores the
@@ -211,9 +211,9 @@ class Transformer(Model):
         first = (matrix, positions) if self.positions else (matrix,)
         last = norm if self.tied else (*norm, matrix)
         return (
-            Part(1, first),
-            Part(self.layers, layer, hidden * sum(rows), hidden, stored),
-            Part(1, last, hidden * self.vocab),
+            ModelPart(1, first),
+            ModelPart(self.layers, layer, hidden * sum(rows), hidden, stored),
+            ModelPart(1, last, hidden * self.vocab),
         )
 
 

@@ -37,7 +37,7 @@ have.
 
 
 @dataclass
-class Part:
+class EnginePart:
     """Parameters that DeepSpeed partitions over one set of ranks, and their engine.
 
     Attributes:
@@ -62,7 +62,7 @@ class Parts:
         columns: for each sub-group, its first and its end column in its engine.
     """
 
-    parts: list[Part] = field(default_factory=list)
+    parts: list[EnginePart] = field(default_factory=list)
     columns: list[tuple[int, int]] = field(default_factory=list)
     _replicated: Replicated | None = None
 
@@ -111,7 +111,7 @@ class Parts:
                 # one order.
                 topo = self.parts[0].topo.alongside(config, *described, read_moments)
             key = f"{STATE_KEY}_{config.groups.name}" if self.parts and config.groups else STATE_KEY
-            self.parts.append(Part(topo, gathers, mine, key))
+            self.parts.append(EnginePart(topo, gathers, mine, key))
             ends = accumulate([stock[index].numel() for index in mine], initial=0)
             found |= zip(mine, pairwise(ends), strict=True)
         self.columns[:] = [found[index] for index in range(len(found))]
@@ -119,7 +119,7 @@ class Parts:
             own.copy_(flat)
         self._replicated = replicated_of(self.parts[0], optimizer.model_parallel_group)
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[EnginePart]:
         return iter(self.parts)
 
     @property
@@ -378,7 +378,7 @@ class Replicated:
             )
 
 
-def replicated_of(part: Part, group: dist.ProcessGroup | None) -> Replicated | None:
+def replicated_of(part: EnginePart, group: dist.ProcessGroup | None) -> Replicated | None:
     """Return what keeps a part's replicated parameters equal; None without tensor parallelism.
 
     Raises:

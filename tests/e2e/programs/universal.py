@@ -125,7 +125,7 @@ def rich(zero_topo: dict[str, Any], **ds: Any) -> Job:
 
 def rich_begun(directory: Path, tree: str, steps: str) -> dict[str, Any]:
     """Train on this number of ranks, save and convert."""
-    return trained(rich(on(tree, "topo"), **SMALL_SUB_GROUPS), STEPS[steps], directory)
+    return trained(rich(on(tree, "topo", **CODES), **SMALL_SUB_GROUPS), STEPS[steps], directory)
 
 
 def recut(directory: Path, tree: str, scheme: str, sub_group_size: int) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def recut(directory: Path, tree: str, scheme: str, sub_group_size: int) -> dict[
         ("universal", 0, {"checkpoint": {"load_universal": True}}),
         ("half-way", 99, {}),
     ):
-        run = rich(on(tree, scheme), **zero, **ds)
+        run = rich(on(tree, scheme, **(CODES if scheme == "topo" else {})), **zero, **ds)
         with loaded(run, directory, seed, tag=tag) as engine:
             before = digest(engine)
             found[tag] = [before, advance(run, engine, *STEPS[sys.argv[1]]), digest(engine)]
@@ -176,6 +176,9 @@ def convert(directory: Path, engine: Any, residuals: bool = False) -> None:
         if residuals:
             carry(saved, universal)
     dist.barrier()
+
+
+CODES: dict[str, Any] = {"quantize": {}}
 
 
 def two(directory: Path) -> dict[str, Any]:
