@@ -571,7 +571,7 @@ def symbolic_device() -> Iterator[Device]:
         patch("zero_topo.collectives.queue.torch", _Torch(device)),
         patch("zero_topo.engine.weights.torch", _Torch(device)),
         patch.object(torch.accelerator, "synchronize", device.synchronize),
-        patch("zero_topo.collectives.backends.transport", lambda registered: groups),
+        patch("zero_topo.collectives.backends.transport", lambda: groups),
         patch.object(Tensor, "record_stream", lambda tensor, stream: device.record(tensor, stream)),
     ]
     with ExitStack() as stack:
