@@ -130,7 +130,7 @@ format: $(STAMP)
 docs: $(STAMP)
 	@test -x $(VENV)/bin/mkdocs || $(PIP) install --quiet --no-build-isolation -e '.[docs]'
 	@python -m benchmarks.pictures docs/pictures
-	@python -m benchmarks.removed_keys docs/removed-features.md
+	@python -m tests.tables
 	@NO_MKDOCS_2_WARNING=1 mkdocs build --quiet --strict
 
 # After a change of csrc: compiles before the tests, which have time limits. Does nothing else.

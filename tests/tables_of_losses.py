@@ -274,40 +274,7 @@ def _sync_cell(block: dict[str, Any] | None) -> str:
     return ", ".join(words).replace("_", " ") or "-"
 
 
-def loss_sentences() -> list[str]:
-    """What the README takes from the table of losses."""
-    found = {result["scheme"]: result for result in record("convergence")["results"]}
-    difference, floor = (found[scheme]["last"]["difference"] for scheme in ("topo-q4", "chaos"))
-    return [
-        f"its loss was {difference['mean']:.1%} above unmodified ZeRO-3's, "
-        f"{difference['worst']:.1%} at worst",
-        f"whose initial weights differ by 1e-6 part by up to {floor['worst']:.1%}",
-    ]
-
-
-def decay_sentences() -> list[str]:
-    """What the page of sparse modes says of a residual that decays."""
-    rows = {row["scheme"]: row for row in record("sparse-nodes-8-decay")["results"]}
-    loss = rows["oktopk-decay-5"]["last"]["difference"]["mean"]
-    return [f"In 800 steps `oktopk` then loses {100 * loss:.2f}%"]
-
-
-def fragment_sentences() -> list[str]:
-    """What the page says of TAGC that selects elements within each parameter, from a record of its
-    own.
-    """
-    found = {result["scheme"]: result for result in record("sparse-fragments")["results"]}
-    each, whole = (
-        " / ".join(
-            f"{100 * found[scheme][measure]['difference']['mean']:+.1f}"
-            for measure in ("last", "evaluation")
-        )
-        for scheme in ("tagc-10-each", "tagc-10")
-    )
-    return [f"rise by {each}% with it and by {whole}% without"]
-
-
-TABLES: Mapping[str, Callable[[], list[str]]] = MappingProxyType(
+LOSSES: Mapping[str, Callable[[], list[str]]] = MappingProxyType(
     {
         "convergence": convergence_rows,
         "formats": formats_rows,

@@ -8,7 +8,6 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from benchmarks.scale_report import launches
 from tests.documents import record, row
 from zero_topo.quant.spec import NF4
 from zero_topo.units import format_bytes
@@ -80,20 +79,6 @@ def fsdp_rows() -> list[str]:
     return rows
 
 
-def fsdp_sentences() -> list[str]:
-    """What the page of FSDP2 says of the steps in that table."""
-    steps = {name: _median(of[0]) for (name, _), of in _cluster("cluster-t8-fsdp").items()}
-    ours = steps["fsdp-q4"]
-    of_q4 = _cluster("cluster-t8-fsdp")["fsdp-q4", 1][0]["cpu_s_per_step"]
-    share = {name: f"{ours / step:.2f}" for name, step in steps.items()}
-    return [
-        f"take {of_q4:.1f} processor seconds on two cores",
-        f"`fsdp-q4` takes {share['hsdp-fsdp']} of the step of HSDP and {share['fsdp']} of that of "
-        f"FSDP over all ranks; where these send through rings, {share['hsdp-fsdp-ring']} and "
-        f"{share['fsdp-ring']}",
-    ]
-
-
 def tensor_rows() -> list[str]:
     """The table of tensor parallelism on the emulated cluster, from the record."""
     rows = []
@@ -101,19 +86,6 @@ def tensor_rows() -> list[str]:
         sent = format_bytes(result["uplink_bytes_per_step_per_node"])
         rows.append(row([str(count), f"`{name}`", sent, _spread(result), faster]))
     return rows
-
-
-def muon_sentences() -> list[str]:
-    """What the page of optimizers says of the bytes in that table."""
-    sent = {
-        name: of[0]["uplink_bytes_per_step_per_node"]
-        for (name, k), of in _cluster("cluster-t8-muon").items()
-        if k == 8
-    }
-    return [
-        f"Muon sends {sent['node-muon'] / sent['node']:.2f} times AdamW's bytes in the same plan",
-        f"stock's Muon {sent['stock-muon'] / sent['node-muon']:.0f} times as many",
-    ]
 
 
 def _spread(result: Any) -> str:
@@ -158,19 +130,6 @@ def quantizer_rows(name: str) -> list[str]:
         form = "NF4" if (bits, block) == (NF4.bits, NF4.block_size) else f"INT{bits}"
         rows.append(f"| {dtype.upper()} to {form}, {block} | {' | '.join(cells)} |")
     return rows
-
-
-def turns_sentences() -> list[str]:
-    """What the page says of NF4 next to INT4, timed in turns in the run of the table."""
-    ratio = {
-        (row["dtype"], row["op"]): row["ratio"]["median"]
-        for row in record("quantizers-avx2")["turns"]
-    }
-    operations = ("quantize", "dequantize", "dequantize_reduce")
-    return [
-        f"{', '.join(f'{ratio[dtype, op]:.2f}' for op in operations)} for {dtype.upper()}"
-        for dtype in ("fp32", "bf16")
-    ]
 
 
 def scale_rows() -> list[str]:
@@ -233,62 +192,6 @@ def gpu_time_rows() -> list[str]:
             row([f"`{name}`", *(f"{value:.1f}" for value in added), str(found["launches"] // 2)])
         )
     return rows
-
-
-def cluster_sentences() -> list[str]:
-    """What the text next to the table of the emulated cluster says, from the records."""
-    few, zero3 = _cluster()["topo-q4", 8][0], _cluster()["zero3", 8][0]
-    stock = {
-        result["scheme"]: result["step_s"]["median"]
-        for result in record("cluster-t8-stock")["results"]
-    }
-    grown = {}
-    for ranks in (8, 16, 32):
-        found = record(f"cluster-t{ranks}")["results"]
-        grown[ranks] = next(
-            row for row in found if (row["scheme"], row["micro_batches"]) == ("topo-q4", 1)
-        )
-    seconds, links = ([one(grown[ranks]) for ranks in (16, 32)] for one in (_median, _floor))
-    share = [f"{row['cpu_s_per_step'] / ranks:.2f}" for ranks, row in grown.items()]
-    return [
-        f"its floor with 8 micro-batches is {_floor(zero3):.1f} s",
-        f"of its {_median(few):.1f} s the links need {_floor(few):.1f} s",
-        f"and {few['cpu_s_per_step']:.0f} s of processor time on two cores",
-        f"would allow a factor of {_floor(zero3) / _floor(few):.0f} there",
-        f"took {stock['stock']:.2f} s on gloo",
-        f"{stock['stock-ring']:.2f} s with a ring in its place, and `zero3` {stock['zero3']:.2f} s",
-        f"`topo-q4` takes {seconds[0]:.2f} and {seconds[1]:.2f} s",
-        f"the links need {links[0]:.1f} and {links[1]:.1f} s",
-        f"of each rank is {share[0]}, {share[1]} and {share[2]} s",
-    ]
-
-
-def stock_sentences() -> list[str]:
-    """What the README says of unmodified DeepSpeed next to its table."""
-    stock = {
-        result["scheme"]: result["step_s"]["median"]
-        for result in record("cluster-t8-stock")["results"]
-    }
-    return [
-        f"unmodified DeepSpeed took {stock['stock']:.2f} s over gloo, "
-        f"{stock['stock-ring']:.2f} s with a ring for gloo's reduce-scatter"
-    ]
-
-
-def scale_sentences() -> list[str]:
-    """What the text below the table of launches says of real ranks, from the record."""
-    content = record("scale")
-    stock, topo = (
-        next(row for row in content["real"] if row["scheme"] == name) for name in ("stock", "topo")
-    )
-    per = content["settings"]["params"]
-    added, own, ours = (
-        launches(row) / per for row in (stock["phases"], stock["plain"], topo["phases"])
-    )
-    return [
-        f"adds {added:.1f} launches for each parameter to the model's and AdamW's {own:.1f}, and "
-        f"`topo` {ours:.1f},"
-    ]
 
 
 def _median(result: Any) -> float:

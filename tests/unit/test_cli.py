@@ -17,14 +17,8 @@ from tests.commands import Run
 from tests.plans import config_file, printed
 from zero_topo.cli.app import build
 from zero_topo.cli.inputs import read_count
-from zero_topo.config import json_schema
 
 EMULATED = {"emulated": {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}}
-
-
-def test_schema_prints_the_schema(run: Run) -> None:
-    assert json.loads(run("schema")[1]) == json_schema()
-    assert json.loads(run("schema", "--whole-file")[1]) == json_schema(whole_file=True)
 
 
 def test_check_shows_the_plan_and_the_notes_of_a_good_config(run: Run, tmp_path: Path) -> None:
@@ -114,7 +108,7 @@ def test_a_reader_that_stops_early_gets_no_traceback(tmp_path: Path) -> None:
 def test_no_command_shows_the_list_of_commands(run: Run) -> None:
     status, out, _ = run()
     assert status == 0
-    assert all(name in out for name in ("topology", "plan", "check", "schema"))
+    assert all(name in out for name in ("topology", "plan", "check", "doctor"))
 
 
 @given(number=st.integers(1, 10**15))

@@ -187,7 +187,7 @@ def test_editors_complete_the_configs(path: Path) -> None:
     """Each names the schema of the docs, which is that of the config's models."""
     schema = path.parent / json.loads(path.read_text())["$schema"]
     same = json.loads(schema.read_text()) == json_schema(whole_file=True)
-    assert same, "write it anew: zero-topo schema --whole-file > docs/config.schema.json"
+    assert same, "write it anew: make docs"
 
 
 @by_stem(CONFIGS)

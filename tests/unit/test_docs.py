@@ -126,10 +126,7 @@ def test_ci_runs_the_readmes_command() -> None:
     """
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
-    assert (
-        script.read_text().rstrip().splitlines()[-1]
-        == "make test docs release-check ${ZT_LONG:+test-long}"
-    )
+    assert "make test docs release-check ${ZT_LONG:+test-long}" in script.read_text().splitlines()
     assert "make test" in commands((ROOT / "README.md").read_text())
 
 

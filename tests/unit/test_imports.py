@@ -169,7 +169,6 @@ sys.exit(import_module("zero_topo." + sys.argv.pop(1)).main())
     ("words", "seconds"),
     [
         ("cli --help", 4.0),
-        ("cli schema", 4.0),
         ("cli plan --params 20B --machine frontier --nodes 48 --json", 4.0),
         ("cli topology --from frontier", 4.0),
         ("cli launch slurm --machine dgx-h100 -- true", 4.0),

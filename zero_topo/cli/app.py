@@ -28,7 +28,6 @@ COMMANDS = (
     "plan",
     "check",
     "migrate",
-    "schema",
     "report",
     "carry",
     "doctor",
