@@ -62,7 +62,7 @@ def mirrored(size: int) -> Iterator[None]:
     """
     with (
         fake_world(size),
-        patch.object(backends, "transport", lambda registered: Mirrored),
+        patch.object(backends, "transport", lambda: Mirrored),
         patch.object(selection, "_on_cpu", lambda x: False),
     ):
         yield

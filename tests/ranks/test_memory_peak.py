@@ -86,6 +86,11 @@ def predicted(config: ResolvedConfig, bucket: int) -> int:
     return sum(stored.values()) - stored.get("activations", 0)
 
 
+@pytest.fixture(autouse=True)
+def small_blocks() -> None:
+    """Blocks have the size of real runs, as these parameters are large."""
+
+
 STAGED: dict[str, dict[str, Any]] = {
     "one group": {"scheme": "topo"},
     "two groups": {"scheme": "topo", "gradients": "gpu"},
