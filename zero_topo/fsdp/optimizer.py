@@ -47,7 +47,7 @@ from zero_topo.fsdp.inner import Link, is_flat, masters_of, without_params
 from zero_topo.fsdp.parts import Part, trainable
 from zero_topo.fsdp.publish import Publisher
 from zero_topo.fsdp.residuals import summed_residuals
-from zero_topo.fsdp.settings import follow
+from zero_topo.fsdp.settings import PassFlags, follow
 from zero_topo.fsdp.trial import check_elementwise
 from zero_topo.plan import packed_runs
 from zero_topo.quant.operands import DTYPES
@@ -115,8 +115,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._arrived: dict[Part, None] = {}
         # Whether sync has delivered all that has arrived.
         self._synced = False
-        # FSDP2's flags: a pass is the last if all of them are set.
-        self._flags: dict[str, bool] = {}
+        self._flags = PassFlags(host.model)
         self._in_backward = False
         # FSDP2's stream for reductions, which adds gradients; `_sync` waits for it.
         self._reducing: torch.Stream | None = None
@@ -131,7 +130,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             # Hooks of the user then see our gradient, not FSDP2's of one node.
             hooks: Any = part.param._post_accumulate_grad_hooks
             hooks.move_to_end(handle.id, last=False)
-        self._follow_flags()
+        follow(host.model, "reset_iter_state", self._end_failed_pass)
         host.before_reduction = self._before_reduction
 
     def _cut(self, chosen: set[Tensor]) -> dict[Tensor, Part]:
@@ -198,28 +197,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.gradients = Gradients(layout, mesh, mode, wire, run_numel, lambda: 1.0, queue)
         self.publisher = Publisher(stored, weights, config, mesh, bucket, queue)
 
-    def _follow_flags(self) -> None:
-        """Follow the calls of FSDP2 that say whether the next backward pass is the last."""
-
-        def set_last(is_last_backward: bool) -> None:
-            self._flags["last"] = is_last_backward
-
-        def set_all_reduce(requires_all_reduce: bool, recurse: bool) -> None:
-            self._flags["all-reduce"] = requires_all_reduce
-
-        def set_gradient_sync(requires_gradient_sync: bool, recurse: bool) -> None:
-            self._flags["all-reduce"] = requires_gradient_sync  # as FSDP2 does
-
-        def reset() -> None:
-            self._in_backward = False  # the pass has failed
-
-        for module in sharded_modules(self.host.model):
-            follow(module, "set_is_last_backward", set_last)
-        root = self.host.model
-        follow(root, "set_requires_all_reduce", set_all_reduce)
-        follow(root, "set_requires_gradient_sync", set_gradient_sync)
-        follow(root, "reset_iter_state", reset)
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group while the optimizer is built; later ones have no gradient shard."""
         if hasattr(self, "gradients"):
@@ -282,8 +259,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if torch._C._current_autograd_node() is not None:
             return  # of a reentrant checkpoint: the pass around it goes on
         self._in_backward = False
-        if all(self._flags.values()):
+        if self._flags.last:
             self._sync()
+
+    def _end_failed_pass(self) -> None:
+        self._in_backward = False
 
     @torch.no_grad()
     def _take_back(self, part: Part) -> None:
@@ -324,7 +304,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._reducing = torch.accelerator.current_stream(local.device)
         self.gradients.reopen([part.param_index])
         part.add(self.gradients.buffer, local, self._factor)
-        self.gradients.mark_added([part.param_index], all(self._flags.values()))
+        self.gradients.mark_added([part.param_index], self._flags.last)
 
     def _show(self, part: Part) -> None:
         part.show(self.gradients.optimizer_rows(), partial(self._read, part, self._ended))
@@ -371,7 +351,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             part.keep_synced(rows)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients since the last step, and residuals to which some were added."""
+        """Drop all gradients since the last step, and residuals to which some were added.
+
+        Args:
+            set_to_none: whether they are dropped; else they are synced, and set to zero.
+        """
+        if not set_to_none:
+            return super().zero_grad(set_to_none=False)
         self.gradients.zero()
         self._forget()
 

@@ -19,7 +19,7 @@ class PartTensor(DTensor):
 
     The local tensor is made when it is first read: reading a gradient may need the other nodes.
     A parameter is a DTensor on another mesh, FSDP2's. An operation on both uses this rank's part of
-    the parameter. It cannot write to the parameter, of which the other ranks store copies.
+    the parameter. It writes no part to the parameter, of which the other ranks store copies.
     """
 
     _read: Callable[[], Tensor]
@@ -81,10 +81,8 @@ class PartTensor(DTensor):
         written = list(_written(func, *given))
         for leaf in tree_leaves(written):
             if isinstance(leaf, DTensor) and leaf.device_mesh != ours.device_mesh:
-                raise RuntimeError(
-                    f"{func} would write this rank's part of a gradient to a parameter of which "
-                    "other ranks store copies; let the optimizer of shard_optimizer update it"
-                )
+                args, kwargs = tree_map(partial(_on_written, leaf.device_mesh), given)
+                return func(*args, **kwargs)
         # Norms of many gradients are stacked before one collective reduces them.
         pending = func is torch.ops.aten.stack.default
         args, kwargs = tree_map(partial(_on_states, ours.device_mesh, pending), given)
@@ -125,6 +123,20 @@ def _on_states(states: DeviceMesh, pending: bool, value: Any) -> Any:
         if value.device_mesh.mesh.tolist() == ranks.tolist():
             return part_of(value, states)
     return value
+
+
+def _on_written(mesh: DeviceMesh, value: Any) -> Any:
+    """Return one of our tensors on the mesh of a parameter to which an operation writes."""
+    if not isinstance(value, PartTensor):
+        return value
+    whole = value.reduced()
+    if any(placement != Replicate() for placement in whole.placements):
+        raise RuntimeError(
+            "an operation would write this rank's part of a gradient to a parameter of which other "
+            "ranks store copies; let the optimizer of shard_optimizer update it"
+        )
+    replicated = [Replicate()] * mesh.ndim
+    return DTensor.from_local(whole._local_tensor, mesh, replicated, run_check=False)
 
 
 def _written(func: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> Iterator[Any]:

@@ -69,3 +69,34 @@ def follow(module: Any, name: str, react: Callable[..., None], call: bool = True
         return own(*args, **kwargs) if call else None
 
     setattr(module, name, followed)
+
+
+class PassFlags:
+    """Whether the next backward pass is the last one of a step, by FSDP2's own calls.
+
+    Args:
+        model: the root module.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._is_last = True
+        self._all_reduces = True
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                follow(module, "set_is_last_backward", self._set_last)
+        follow(model, "set_requires_all_reduce", self._set_all_reduce)
+        follow(model, "set_requires_gradient_sync", self._set_gradient_sync)
+
+    @property
+    def last(self) -> bool:
+        """Whether it is the last."""
+        return self._is_last and self._all_reduces
+
+    def _set_last(self, is_last_backward: bool) -> None:
+        self._is_last = is_last_backward
+
+    def _set_all_reduce(self, requires_all_reduce: bool, recurse: bool) -> None:
+        self._all_reduces = requires_all_reduce
+
+    def _set_gradient_sync(self, requires_gradient_sync: bool, recurse: bool) -> None:
+        self._all_reduces = requires_gradient_sync  # as FSDP2 does
