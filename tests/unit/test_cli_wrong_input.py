@@ -57,7 +57,7 @@ WRONG = {
     "topology --from "
     '{"nodes":9999999,"gpus_per_node":1,"ranks_per_gpu":1}': "more than the 1,048,576 ranks",
     "topology --from frontier --world-size many": "--ranks 'many'",
-    "schema --whole-fiel": "--whole-fiel",
+    "topology --from frontier --jsno": "--jsno",
     "check missing.json": "no such file",
     "check FOLDER": "cannot be read (Is a directory)",
     "check FOLDER/plain.json": 'has no "zero_topo" block',

@@ -71,9 +71,7 @@ def test_a_tensor_of_the_default_dtype_is_seen(code: str) -> None:
     assert list(unnamed(ast.parse(code)))
 
 
-@pytest.mark.parametrize(
-    "part", ["engine", "sync", "quant", "collectives", "hook", "mesh.py", "measure.py"]
-)
+@pytest.mark.parametrize("part", ["engine", "sync", "quant", "collectives", "hook", "mesh.py"])
 def test_every_tensor_names_its_dtype_and_device(part: str) -> None:
     """A script with another default dtype or device trains as any other: no tensor of ours follows
     the default.
