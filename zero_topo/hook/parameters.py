@@ -427,7 +427,7 @@ class ParameterGathers:
         return handles
 
     def _start(self, params: list[Any], phase: Phase) -> ParameterHandle:
-        """Begin to gather parameters of one group of :meth:`_split`: persistent ones exactly."""
+        """Begin to gather parameters of one group of :meth:`_groups`: persistent ones exactly."""
         phase = "gather_exact" if params[0].ds_persist else phase
         for param in params:
             if param.ds_status != ZeroParamStatus.NOT_AVAILABLE:
