@@ -26,6 +26,7 @@ from tests.marks import late
 from tests.ranks.fsdp_scripts import EXACT, make, train
 
 WHOLE = StateDictOptions(full_state_dict=True)
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 INT4: dict[str, Any] = {**EXACT, "quantize": {**EXACT["quantize"], "publish": "int4"}}
 KINDS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "bf16": (torch.bfloat16, EXACT),
@@ -73,6 +74,11 @@ def saved_shards(model: Any, optimizer: Any) -> Any:
     return copy.deepcopy(get_state_dict(model, optimizer))
 
 
+def saved_flat(model: Any, optimizer: Any) -> Any:
+    """Copies of this rank's shards under names of parameter and entry, as torchtitan saves them."""
+    return copy.deepcopy(get_state_dict(model, optimizer, options=FLAT))
+
+
 def saved_methods(model: Any, optimizer: Any) -> Any:
     """What the methods of both return, copied."""
     return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
@@ -84,6 +90,7 @@ LOADS: dict[str, tuple[Callable[..., Any], Callable[..., None], dict[str, Any]]]
     "whole, twice": (saved_whole, twice, {"options": WHOLE}),
     "shards": (saved_shards, set_both, {}),
     "shards, model first": (saved_shards, model_first, {}),
+    "flat": (saved_flat, set_both, {"options": FLAT}),
     "methods": (saved_methods, load_methods, {}),
 }
 
@@ -112,11 +119,9 @@ def cases() -> list[Any]:
     found = []
     for kind in KINDS:
         for load in LOADS:
-            often = (load == "whole" and kind in ("bf16", "int4")) or (kind, load) == (
-                "bf16",
-                "twice",
-            )
             case = (kind, load)
+            often = kind == "bf16" and load in ("whole", "twice", "flat")
+            often = often or case == ("int4", "whole")
             found.append(pytest.param(*case) if often else late(*case))
     return found
 
@@ -128,10 +133,12 @@ def test_masters_are_those_of_the_checkpoint(kind: str, load: str) -> None:
         assert found == went_on
 
 
-@pytest.mark.parametrize("kind", ["bf16", late("int4")])
-def test_masters_of_an_optimizer_without_states(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "load"), [("bf16", "whole"), ("bf16", "flat"), late("int4", "whole")]
+)
+def test_masters_of_an_optimizer_without_states(kind: str, load: str) -> None:
     """Plain SGD has no states, and masters nevertheless."""
-    for went_on, found in run_threads(4, resumed, kind, "whole", torch.optim.SGD):
+    for went_on, found in run_threads(4, resumed, kind, load, torch.optim.SGD):
         assert found == went_on
 
 
@@ -185,3 +192,23 @@ def edited(rank: int, kind: str) -> bool:
 def test_edits_around_a_load_reach_the_masters(kind: str) -> None:
     """A load of the optimizer alone leaves the weights, as under FSDP2, and masters follow them."""
     assert all(run_threads(4, edited, kind))
+
+
+def residuals(rank: int, load: str) -> list[Tensor]:
+    """The gradient shard after a load, which has all residuals of sync."""
+    block = {**EXACT, "sync": {"mode": "ternary"}}
+    model, optimizer = make(block)
+    train(model, optimizer, range(3))
+    save, set_states, how = LOADS[load]
+    weights, states = save(model, optimizer)
+    model, optimizer = make(block, seed=7)
+    set_states(model, optimizer, weights, states, **how)
+    return [optimizer.gradients.own_row.clone()]
+
+
+def test_a_flat_checkpoint_has_the_residuals() -> None:
+    """Under whatever names it is saved."""
+    expected = run_threads(4, residuals, "shards")
+    assert any(bool(row.any()) for (row,) in expected)
+    for (found,), (right,) in zip(run_threads(4, residuals, "flat"), expected, strict=True):
+        assert torch.equal(found, right)

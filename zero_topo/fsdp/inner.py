@@ -8,7 +8,7 @@ states, and afterwards the user gets its own, counters of a group included.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from zero_topo.fsdp.parts import Part
+
+MASTER = "zero_topo_master"
+PUBLISHED = "zero_topo_published"
+RESIDUAL = "zero_topo_residual"
+"""Entries of a state that torch's own optimizers do not have: FP32 weights, the weights that belong
+to them if these are not their rounded values, and the residual of sync.
+"""
 
 
 class Link:
@@ -25,6 +32,8 @@ class Link:
         outer: the sharded optimizer, whose parameters are the model's.
         inner: the optimizer of the parts.
         parts: by parameter.
+        own_entries: returns the entries of a part that the inner optimizer does not have. torch
+            loads a flattened state dict by the names that it finds in ``optimizer.state``.
     """
 
     def __init__(
@@ -32,10 +41,13 @@ class Link:
         outer: torch.optim.Optimizer,
         inner: torch.optim.Optimizer,
         parts: Mapping[Tensor, Part],
+        own_entries: Callable[[Part], dict[str, Any]],
     ) -> None:
         self._outer = outer
         self._inner = inner
         self._parts = parts
+        self._own_entries = own_entries
+        self._own: dict[Part, dict[str, Any]] = {}  # made once: they share the part's memory
         # By part and entry of its state: the inner value, and what the user sees of it
         self._pairs: dict[Part, dict[str, tuple[Any, Any]]] = {}
 
@@ -47,6 +59,8 @@ class Link:
             pairs = self._pairs.get(part, {})
             entry = {}
             for key, value in self._outer.state.get(param, {}).items():
+                if key in (MASTER, PUBLISHED, RESIDUAL):
+                    continue
                 own, seen = pairs.get(key, (None, None))
                 if value is seen:
                     entry[key] = own
@@ -63,23 +77,31 @@ class Link:
         """Give the inner optimizer the settings of groups, such as a new learning rate."""
         _copy_settings(self._outer, self._inner)
 
-    def take(self) -> None:
+    def take(self, stepped: bool = False) -> None:
         """Show the user the inner settings and states: values of elements as DTensors of the
         parameter's shape, which share their memory.
+
+        Args:
+            stepped: whether the inner optimizer has made its states, if it has any.
         """
         _copy_settings(self._inner, self._outer)
         for param, part in self._parts.items():
-            if part.master not in self._inner.state:
+            if part.master not in self._inner.state and not stepped:
                 self._outer.state.pop(param, None)
                 continue
             old = self._pairs.get(part, {})
             pairs = self._pairs[part] = {}
-            for key, value in self._inner.state[part.master].items():
+            for key, value in self._inner.state.get(part.master, {}).items():
                 own, seen = old.get(key, (None, None))
                 if own is not value or seen is None:
                     seen = part.as_dtensor(value) if is_flat(value, part) else value
                 pairs[key] = (value, seen)
-            self._outer.state[param] = {key: seen for key, (_, seen) in pairs.items()}
+            if part not in self._own:
+                self._own[part] = self._own_entries(part)
+            shown = {key: seen for key, (_, seen) in pairs.items()} | self._own[part]
+            self._outer.state.pop(param, None)
+            if shown:
+                self._outer.state[param] = shown
 
 
 def masters_of(groups: Sequence[Mapping[str, Any]], parts: Mapping[Tensor, Part]) -> list[Any]:

@@ -43,7 +43,7 @@ from zero_topo.engine.agreement import check_replicas
 from zero_topo.engine.gradients import Gradients
 from zero_topo.engine.shards import Layout
 from zero_topo.fsdp.host import Host, no_optimizer, own_parameters, sharded_modules
-from zero_topo.fsdp.inner import Link, is_flat, masters_of, without_params
+from zero_topo.fsdp.inner import MASTER, PUBLISHED, RESIDUAL, Link, masters_of, without_params
 from zero_topo.fsdp.parts import Part, trainable
 from zero_topo.fsdp.publish import Publisher
 from zero_topo.fsdp.residuals import summed_residuals
@@ -53,13 +53,6 @@ from zero_topo.plan import packed_runs
 from zero_topo.quant.operands import DTYPES
 from zero_topo.quant.ops import cast_to
 from zero_topo.sync import Moment, Parameter, SyncContext, build_mode
-
-MASTER = "zero_topo_master"
-PUBLISHED = "zero_topo_published"
-RESIDUAL = "zero_topo_residual"
-"""Entries of a state dict that torch's own optimizers do not have: FP32 weights, the weights that
-belong to them if these are not their rounded values, and the residual of sync.
-"""
 
 WITHOUT_OPTIMIZER = (
     "it requires a gradient and the optimizer does not have it, so its gradient would not be "
@@ -108,9 +101,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         check_elementwise(kind, self.param_groups, settings, device)
         self.inner = kind(masters_of(self.param_groups, self.parts), **settings)
         self.defaults = self.inner.defaults
-        self._link = Link(self, self.inner, self.parts)
-        self._link.take()
+        self._link = Link(self, self.inner, self.parts, self._own_entries)
         self._build()
+        self._link.take()
         # Parts whose gradient has arrived since the last step.
         self._arrived: dict[Part, None] = {}
         # Whether sync has delivered all that has arrived.
@@ -446,7 +439,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._forget()
         for part in self.parts.values():
             part.master.grad = None
-        self._link.take()
+        self._link.take(stepped=True)
 
     def _end_meter(self) -> None:
         """End the meter's step, and that of the formulas, which follow what FSDP2 asked for."""
@@ -506,24 +499,34 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Return states as DTensors of the parameters' shapes, as under FSDP2, whose memory they
         share. Only who reads a residual needs the other ranks.
         """
-        parts = self.parts.values()
-        residuals = cache(partial(summed_residuals, self.gradients, parts, self.host.mesh))
-        feedback = getattr(self.host.config.sync, "error_feedback", False)
+        residuals = cache(self._residuals)
         packed = super().state_dict()
         state = packed["state"]
         for index, part in enumerate(self._parts_in_order()):
-            entry = dict(state.get(index, {}))
-            if self._keeps_masters:
-                entry[MASTER] = part.master.detach()
-            if part.published is not None:
-                entry[PUBLISHED] = part.published
-            for key, value in entry.items():
-                if is_flat(value, part):
-                    entry[key] = part.as_dtensor(value)
-            if feedback:
-                entry[RESIDUAL] = part.lazily(part.master, partial(_of_part, residuals, part))
-            state[index] = entry
+            state[index] = state.get(index, {}) | self._own_entries(part, residuals)
         return packed
+
+    def _residuals(self) -> dict[Part, Tensor]:
+        return summed_residuals(self.gradients, self.parts.values(), self.host.mesh)
+
+    def _own_entries(
+        self, part: Part, residuals: Callable[[], Mapping[Part, Tensor]] | None = None
+    ) -> dict[str, Any]:
+        """Return what a state has beyond the inner optimizer's, which shares memory with it.
+
+        Args:
+            part: the part.
+            residuals: returns those of all parts; None sums them whenever one is read.
+        """
+        entries: dict[str, Any] = {}
+        if self._keeps_masters:
+            entries[MASTER] = part.as_dtensor(part.master.detach())
+        if part.published is not None:
+            entries[PUBLISHED] = part.as_dtensor(part.published)
+        if getattr(self.host.config.sync, "error_feedback", False):
+            read = partial(_of_part, residuals or self._residuals, part)
+            entries[RESIDUAL] = part.lazily(part.master, read)
+        return entries
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -545,14 +548,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 if isinstance(value, Tensor) and value.dim() > 0:
                     entry[name] = part.from_dtensor(value).clone()
             residual = entry.pop(RESIDUAL, None)
-            if residual is not None:
+            master = entry.pop(MASTER, None)
+            published = entry.pop(PUBLISHED, None)
+            # torch gives an empty dict for what a flattened checkpoint does not have.
+            if isinstance(residual, Tensor):
                 row = part.rows(residual)[layout.row(layout.plan.optimizer)]
                 part.columns(own_row[None])[0].add_(row)
-            master = entry.pop(MASTER, None)
-            if master is not None:
+            if isinstance(master, Tensor):
                 part.master.copy_(master)
-            published = entry.pop(PUBLISHED, None)
-            if published is not None and part.published is not None:
+            if isinstance(published, Tensor) and part.published is not None:
                 part.published.copy_(published)
             if entry:
                 self.inner.state[part.master] = entry
