@@ -20,7 +20,7 @@ from rich.progress import Progress
 from benchmarks import records
 from zero_topo.cli.options import Force
 from zero_topo.cli.output import print_json
-from zero_topo.observe.files import check_files
+from zero_topo.observe.files import check_file
 from zero_topo.observe.runlog import new_run_folder
 
 FAILED = 1
@@ -59,7 +59,7 @@ def measure(
     Returns:
         The whole record.
     """
-    check_files([(outputs.record, "", '"benchmark": ')], outputs.force)
+    check_file(outputs.record, "", '"benchmark": ', outputs.force)
     content: dict[str, Any] = {}
     file = outputs.record
     try:

@@ -9,9 +9,7 @@ from contextlib import contextmanager
 from decimal import Decimal
 from typing import Any
 
-from zero_topo.config import load_deepspeed_config
 from zero_topo.config.deepspeed_json import parse_object
-from zero_topo.config.deepspeed_parts import misread
 from zero_topo.strict import cut
 from zero_topo.topology import Topology, resolve_topology
 
@@ -63,18 +61,6 @@ def refuse(problems: Iterable[str]) -> None:
     """Raise ValueError with all problems, each on one line and once, if there are any."""
     if lines := list(dict.fromkeys(problems)):
         raise ValueError("\n".join(lines))
-
-
-def read_deepspeed_config(source: str) -> dict[str, Any]:
-    """Load a DeepSpeed config whose parts have the types that every command expects.
-
-    Raises:
-        ValueError: as ``load_deepspeed_config``, and a line for each part of another type.
-    """
-    loaded = load_deepspeed_config(source)
-    with naming(source):
-        refuse(misread(loaded))
-    return loaded
 
 
 def machine(setting: str | Mapping[str, Any], world_size: int | None) -> Topology:

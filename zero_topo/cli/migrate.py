@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from zero_topo.cli.inputs import naming, read_deepspeed_config, refuse
+from zero_topo.cli.inputs import naming, refuse
 from zero_topo.cli.job import job_of_config, machine_of, model_of
 from zero_topo.cli.options import AsJson, Force, Machine, ModelName, Nodes, Params, Ranks
 from zero_topo.cli.output import print_json, print_notes
@@ -24,9 +24,11 @@ from zero_topo.config import (
     ZeroTopoConfig,
     deepspeed_hints,
     deepspeed_problems,
+    load_deepspeed_config,
     resolve_config,
     stock_keys,
 )
+from zero_topo.config.deepspeed_parts import misread
 from zero_topo.config.parts import ROOT
 from zero_topo.config.stock_keys import Translation, switched_on, translate
 from zero_topo.cost.bounds import Cost, cost_of
@@ -35,7 +37,7 @@ from zero_topo.cost.rule import plan_for
 from zero_topo.cost.transformer import Model, scaled
 from zero_topo.cost.volume import by_domain, loco_bytes, step_bytes, stock_config
 from zero_topo.doctor.refusals import deepspeed_refusals, unasked
-from zero_topo.observe.files import check_files
+from zero_topo.observe.files import check_file
 from zero_topo.quant.spec import BLOCK
 from zero_topo.topology import Topology
 
@@ -61,8 +63,10 @@ def migrate(
     as_json: AsJson = False,
 ) -> None:
     """Replace the keys of ZeRO++, LoCo and MiCS by a zero_topo block. Shows what changes."""
-    check_files([(output, "", None)], force)
-    loaded = read_deepspeed_config(ds_config)
+    check_file(output, "", None, force)
+    loaded = load_deepspeed_config(ds_config)
+    with naming(ds_config):
+        refuse(misread(loaded))
     active = switched_on(loaded)
     found = migrated(loaded)
     with naming(ds_config):

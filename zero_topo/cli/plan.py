@@ -21,7 +21,7 @@ from zero_topo.cost.job import Job
 from zero_topo.cost.memory import activation_bytes
 from zero_topo.cost.rule import choose, plan_for, usable
 from zero_topo.cost.tensor import tree_of
-from zero_topo.observe.files import PLANS, check_files, write_png
+from zero_topo.observe.files import PLANS, check_file
 from zero_topo.topology import Topology
 from zero_topo.topology.discover import ALONE
 from zero_topo.topology.presets import assumptions
@@ -54,7 +54,7 @@ def plan(
 
     Training is in 16 bits with Adam. For the settings of a DeepSpeed config use check.
     """
-    check_files([(plot, ".png", PLANS)])
+    check_file(plot, ".png", PLANS)
     found = machine_of(machine, nodes, ranks)
     shape = model_of(model, params)
     if shape is None:
@@ -148,4 +148,5 @@ def _draw(path: Path, costs: Mapping[str, Cost]) -> None:
     from zero_topo.observe.plots import memory_bars
 
     rows = {name: cost.memory for name, cost in costs.items()}
-    write_png(memory_bars(rows), path, PLANS, dpi=200)
+    # PNG puts the mark before the pixels
+    memory_bars(rows).savefig(path, dpi=200, metadata={"Creator": PLANS})
