@@ -150,12 +150,12 @@ def plain(text: str) -> str:
     )
 
 
-def to_json(value: object, exclude_defaults: bool = False) -> dict[str, Any]:
-    """A JSON object from which :func:`read` builds an equal value."""
+def to_json(value: object) -> dict[str, Any]:
+    """A JSON object from which :func:`read` builds an equal value, without fields at their
+    default.
+    """
     kind: Any = type(value)
-    written: dict[str, Any] = _adapter(kind).dump_python(
-        value, mode="json", exclude_defaults=exclude_defaults
-    )
+    written: dict[str, Any] = _adapter(kind).dump_python(value, mode="json", exclude_defaults=True)
     return written
 
 

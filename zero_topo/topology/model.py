@@ -306,7 +306,7 @@ class Topology:
         """Return a JSON object from which ``from_json`` builds an equal topology, without fields at
         their default.
         """
-        return to_json(self, exclude_defaults=True)
+        return to_json(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Topology:
