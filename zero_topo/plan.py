@@ -30,8 +30,6 @@ Note [Hierarchical collectives]
     first (ZeRO++'s qgZ). A gather sends each message to one rank of each node, which passes it on
     inside the node. Each node's uplink then carries the node's own share, once. Member ``c`` of
     ``(lo, hi)`` is member ``c % (L / lo)`` of the inner and ``c // (L / lo)`` of the outer group.
-    With the ranks of a GPU in place of ``L``, gathers and the scatter inside a node go through the
-    GPU in the same way; the part of a sync inside a node does not.
 """
 
 from __future__ import annotations

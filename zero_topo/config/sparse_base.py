@@ -150,7 +150,7 @@ class SparseSync(SyncSettings):
         inner, outer = sync_pairs(plan)
         if peers == 1:
             return []
-        across = [Move(*outer, round(self.peer_bytes(widths, plan)), gathers=False)]
+        across = [Move(*outer, round(self.peer_bytes(widths, plan)))]
         rows = peers * sum(widths) * FP32
         if inner is None:
             return across

@@ -26,16 +26,11 @@ FP32 = 4
 
 
 class Move(NamedTuple):
-    """Records that a rank sends ``sent`` bytes in the process group ``(lo, hi)``.
-
-    ``gathers`` is true if every group rank gets the same buffer, false if each gets a buffer of its
-    own.
-    """
+    """Records that a rank sends ``sent`` bytes in the process group ``(lo, hi)``."""
 
     lo: int
     hi: int
     sent: int
-    gathers: bool
 
 
 def gather_moves(plan: Plan, pair: tuple[int, int], message: int) -> list[Move]:
@@ -44,7 +39,7 @@ def gather_moves(plan: Plan, pair: tuple[int, int], message: int) -> list[Move]:
     """
     moves = []
     for lo, hi in reversed(plan.stages(*pair)):
-        moves.append(Move(lo, hi, (hi // lo - 1) * message, gathers=True))
+        moves.append(Move(lo, hi, (hi // lo - 1) * message))
         message *= hi // lo
     return moves
 
@@ -54,9 +49,7 @@ def reduce_moves(plan: Plan, pair: tuple[int, int], message: int) -> list[Move]:
     groups after it.
     """
     stages = plan.stages(*pair)
-    return [
-        Move(lo, hi, (hi // lo - 1) * (pair[1] // hi) * message, gathers=False) for lo, hi in stages
-    ]
+    return [Move(lo, hi, (hi // lo - 1) * (pair[1] // hi) * message) for lo, hi in stages]
 
 
 class SyncSettings(StrictModel):
@@ -65,8 +58,6 @@ class SyncSettings(StrictModel):
     Attributes:
         MODE: the value of ``mode``, its default.
         OPTIMIZER: the only ``optimizer.type`` it works with; None if any will do.
-        STAGED: whether each stage of a run returns before its exchange has ended, so that runs
-            overlap.
 
     Raises:
         TypeError: where a mode without a formula is used; Python's error for an abstract class
@@ -75,7 +66,6 @@ class SyncSettings(StrictModel):
 
     MODE: ClassVar[str]
     OPTIMIZER: ClassVar[str | None] = None
-    STAGED: ClassVar[bool] = False
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
@@ -186,7 +176,6 @@ def rows_message(rows: int, widths: Iterable[int], spec: BlockSpec | None, items
 class DenseSync(SyncSettings):
     """Every element of the gradient shard is reduced, unquantized."""
 
-    STAGED: ClassVar[bool] = True
     mode: Literal["dense"] = Field("dense", description="Reduce every element, unquantized.")
     reduce: Literal["reduce_scatter", "ring", "all_reduce"] = Field(
         "reduce_scatter",
@@ -238,8 +227,6 @@ class QuantizedSync(SyncSettings):
     back.
     """
 
-    STAGED: ClassVar[bool] = True
-    error_feedback: ClassVar[bool] = True
     mode: Literal["quantized"] = Field(
         "quantized", description="Block-quantize what crosses between gradient domains."
     )

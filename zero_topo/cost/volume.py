@@ -49,7 +49,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import compress
 from math import ceil, comb
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.config.parts import ROOT
@@ -261,8 +261,8 @@ def collectives(config: ResolvedConfig, work: Workload, stock: bool) -> Iterator
     trained = list(zip(work.shards(plan), coded, strict=True))
 
     def of(phase: Phase, part: Iterable[int], itemsize: int, message: int | None = None) -> Moves:
-        columns = Columns.of(trained[param_index] for param_index in part)
-        return phase_moves(config, phase, columns, itemsize, stock, message)[0]
+        shards = [trained[param_index] for param_index in part]
+        return phase_moves(config, phase, shards, itemsize, stock, message)
 
     yield from _gathers(config, work, stock)
     if work.frozen is not None:
@@ -295,18 +295,16 @@ def _gathers(
     captured = frozen and own.captured and not stock
     stored = list(zip(of.shards(config.plan), of.coded(config), strict=True))
     for itemsize, part in of.by_itemsize(of.itemsize):
-        sharded = Columns.of(stored[i] for i in part if not of.persistent[i])
+        sharded = [stored[i] for i in part if not of.persistent[i]]
         passes: list[Phase] = ["gather_forward"]
         if of.trains:
             passes.append("gather_backward")
         for phase in passes:
             read: Phase = "gather_backward" if captured else phase
-            moves, _ = phase_moves(own, read, sharded, itemsize, stock)
-            yield phase, of.micro_batches, moves
+            yield phase, of.micro_batches, phase_moves(own, read, sharded, itemsize, stock)
     if of.trains:
-        exact = Columns.of(compress(stored, of.persistent))
-        moves, _ = phase_moves(config, "gather_exact", exact, of.itemsize, stock)
-        yield "gather_exact", 1, moves
+        exact = list(compress(stored, of.persistent))
+        yield "gather_exact", 1, phase_moves(config, "gather_exact", exact, of.itemsize, stock)
 
 
 def param_runs(
@@ -322,54 +320,24 @@ def param_runs(
     return [[param_indices[place] for place in run] for run in runs]
 
 
-class Columns(NamedTuple):
-    """Holds the elements, in a world shard, of each of some parameters.
-
-    Attributes:
-        plain: parameters stored in the model's dtype.
-        coded: parameters stored as INT8.
-    """
-
-    plain: tuple[int, ...]
-    coded: tuple[int, ...] = ()
-
-    @classmethod
-    def of(cls, widths: Iterable[tuple[int, bool]]) -> Columns:
-        """Build the columns of parameters, each given as (elements of a world shard, whether stored
-        as INT8).
-        """
-        kinds: tuple[list[int], list[int]] = ([], [])
-        for width, coded in widths:
-            kinds[coded].append(width)
-        return cls(*map(tuple, kinds))
-
-    @property
-    def all(self) -> tuple[int, ...]:
-        """Return the columns of both kinds."""
-        return self.plain + self.coded
-
-
 def phase_moves(
     config: ResolvedConfig,
     phase: Phase,
-    columns: Columns,
+    shards: Sequence[tuple[int, bool]],
     itemsize: int,
     stock: bool,
     published: int | None = None,
-) -> tuple[Moves, int]:
-    """Compute what a rank sends in one pass of a phase over some parameters.
+) -> Moves:
+    """Return what a rank sends in one pass of a phase over some parameters.
 
     Args:
         config: plan and wire formats.
         phase: one of ``plan.PHASES``.
-        columns: columns of the parameters.
+        shards: of each parameter, the elements of a world shard, and whether it is stored as INT8.
         itemsize: bytes per element where nothing is quantized.
         stock: whether DeepSpeed's own engine sends; it is hierarchical only in a quantized scatter.
         published: bytes of a message in a publish of INT8 weights; None expects those of
             :func:`change_bytes`.
-
-    Returns:
-        The moves, and the bytes of a rank's message; 0 for sync, which sends several.
     """
     plan = config.plan
     if stock and not (phase == "scatter" and config.gradients_spec is not None):
@@ -378,26 +346,23 @@ def phase_moves(
     codes = config.resident_spec
     rows = plan.world_size // pair[1]
     if phase == "sync":
-        return config.sync.volume(plan, columns.all, itemsize), 0
+        return config.sync.volume(plan, [width for width, _ in shards], itemsize)
     if phase == "scatter":
-        message = rows_message(
-            1, [rows * width for width in columns.all], config.gradients_spec, itemsize
-        )
-        return reduce_moves(plan, pair, message), message
+        sizes = [rows * width for width, _ in shards]
+        return reduce_moves(plan, pair, rows_message(1, sizes, config.gradients_spec, itemsize))
+    plain = [width for width, coded in shards if not coded]
+    int8 = [width for width, coded in shards if coded]
     if phase == "publish":
-        message = rows_message(rows, columns.plain, config.publish_spec, itemsize)
-        if codes and columns.coded:
-            message += change_bytes(rows, columns.coded, codes) if published is None else published
+        message = rows_message(rows, plain, config.publish_spec, itemsize)
+        if codes and int8:
+            message += change_bytes(rows, int8, codes) if published is None else published
     else:
         spec = gather_spec(config, phase)
-        alike = Counter(columns.plain).items()  # layers are equal
+        alike = Counter(plain).items()  # layers are equal
         message = sum(count * message_bytes(rows * width, spec, itemsize) for width, count in alike)
-        message += (
-            sum(rows_message(rows, (width,), codes, itemsize) for width in columns.coded)
-            if codes
-            else 0
-        )
-    return gather_moves(plan, pair, message), message
+        if codes:
+            message += sum(rows_message(rows, (width,), codes, itemsize) for width in int8)
+    return gather_moves(plan, pair, message)
 
 
 def matrix_moves(plan: Plan, numels: Iterable[int], itemsize: int, stock: bool) -> Sequence[Move]:
@@ -410,8 +375,8 @@ def matrix_moves(plan: Plan, numels: Iterable[int], itemsize: int, stock: bool) 
     degree = plan.world_size if stock else plan.optimizer
     parts = plan.world_size // degree * sum(map(plan.shard_numel, numels)) * itemsize
     if stock:
-        return [Move(1, degree, parts * (degree - 1), True)] * 4
-    return [Move(1, degree, 2 * parts * (degree - 1) // degree, False)]
+        return [Move(1, degree, parts * (degree - 1))] * 4
+    return [Move(1, degree, 2 * parts * (degree - 1) // degree)]
 
 
 def count_moves(plan: Plan, runs: int) -> Sequence[Move]:

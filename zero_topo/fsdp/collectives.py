@@ -169,7 +169,7 @@ class Gather(ModuleCollective):
             return
         if group.size() != hierarchy.size or output.dtype not in FLOATS:
             sent = (group.size() - 1) * shard.nbytes
-            self._host.book(phase, [Move(1, group.size(), sent, gathers=True)])
+            self._host.book(phase, [Move(1, group.size(), sent)])
             meter.record(phase, self._host.config.topology.domain(group.size()), sent)
             with meter.timing(phase):
                 dist.all_gather_into_tensor(output, shard, group=group)

@@ -570,16 +570,20 @@ class TopoStage3(Stock):
         kinds = [kind for kind in kinds if kind not in self.offloaded_states]
         self._parts.settle()
         self.empty_partition_cache()  # while the shards still exist
+        engines = self.engines()
         stored: dict[OffloadStateTypeEnum, list[Tensor]] = {
             OffloadStateTypeEnum.optim_states: self.optimizer_tensors(),
             OffloadStateTypeEnum.hp_params: self.fp32_partitioned_groups_flat,
             LP_PARAMS: [
-                *self._parts.weight_tensors(),
+                *chain.from_iterable(topo.weights.tensors() for topo in engines),
                 self.lp_param_buffer,
                 *self.fp16_partitioned_groups_flat,
                 *(param.ds_tensor for param in self.module.parameters()),
             ],
-            LP_GRADS: [*self._parts.gradient_tensors(), self.grad_partitions_flat_buffer],
+            LP_GRADS: [
+                *chain.from_iterable(topo.gradients.tensors() for topo in engines),
+                self.grad_partitions_flat_buffer,
+            ],
         }
         # Views and their bases: a storage is moved once, and all views follow it.
         tensors = [tensor for kind in kinds for tensor in stored.get(kind, ())]

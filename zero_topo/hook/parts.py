@@ -170,14 +170,6 @@ class Parts:
         begin, end = self.columns[sub_group]
         return self.at(sub_group).gradients.optimizer_rows()[:, begin:end]
 
-    def weight_tensors(self) -> list[Tensor]:
-        """Return the tensors of all engines' weights."""
-        return [tensor for part in self.parts for tensor in part.topo.weights.tensors()]
-
-    def gradient_tensors(self) -> list[Tensor]:
-        """Return the tensors of all engines' gradients and modes of sync."""
-        return [tensor for part in self.parts for tensor in part.topo.gradients.tensors()]
-
     def trained(self) -> list[Any]:
         """Return the parameters that the optimizer updates."""
         return [param for part in self.parts for param in part.gathers.trained]

@@ -38,7 +38,6 @@ BLOCKS_ONLY = (
 """What a user of Triton's kernels is told: they are of quantization, dequantization and sums."""
 OPS: Any = torch.ops.zero_topo
 
-_SKIP = "int without_source, int without_member"
 _OWN = "Tensor masters, int[] own"
 _CODES = "Tensor param_indices, Tensor param_index_of, int[] part"
 SCHEMAS = (

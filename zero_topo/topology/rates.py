@@ -26,7 +26,7 @@ class Rates:
         compute_efficiency: share of it that a transformer's layers reach while nothing is waited
             for.
         link_efficiency: domain -> share of its link's bandwidth that messages reach; 1 where not
-            named. A fit may find more than 1.
+            named.
 
     Raises:
         ValueError: if a number is not positive, a share above 1, or a name unknown.
