@@ -1,6 +1,6 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""FP32 optimizer shards of one or several rows: optimizer states replicated between domains (MiCS,
-HSDP).
+"""FP32 optimizer shards of one or several rows: optimizer states replicated between domains,
+as in HSDP.
 
 DeepSpeed stores one world shard of masters and optimizer states per rank. With ``O < N`` a rank's
 optimizer shard has ``N / O`` such rows. Ranks that replicate it compute the same update from the

@@ -26,7 +26,7 @@ Note [Publish before gather]
 
 Publish under forward
     Updated parameters are collected over all sub-groups of the optimizer. Their publish begins
-    (:meth:`Weights.begin`) when the first of them is needed or the step ends. Persistent parameters
+    (:meth:`Weights.start_publish`) when the first of them is needed or the step ends. Persistent parameters
     are published first, in separate runs: DeepSpeed gathers them at the end of the step, which
     waits for these runs only. Other runs follow in the order in which the model needs them:
     vectors, often a separate sub-group, are needed by the first module. A run is finished when a
