@@ -26,9 +26,9 @@ Note [Publish before gather]
 
 Publish under forward
     Updated parameters are collected over all sub-groups of the optimizer. Their publish begins
-    (:meth:`Weights.start_publish`) when the first of them is needed or the step ends. Persistent parameters
-    are published first, in separate runs: DeepSpeed gathers them at the end of the step, which
-    waits for these runs only. Other runs follow in the order in which the model needs them:
+    (:meth:`Weights.start_publish`) when the first of them is needed or the step ends. Persistent
+    parameters are published first, in separate runs: DeepSpeed gathers them at the end of the step,
+    which waits for these runs only. Other runs follow in the order in which the model needs them:
     vectors, often a separate sub-group, are needed by the first module. A run is finished when a
     gather first needs one of its parameters (:meth:`Weights.wait_for_publish`). Each parameter has
     a version count, and a gather of a stale version raises an error instead of reading it.
