@@ -23,22 +23,18 @@ def format_bytes(n: float) -> str:
     """Write a number of bytes in the largest decimal unit that keeps it at one or more.
 
     Args:
-        n: bytes; may be negative (a difference) or fractional (a mean).
+        n: bytes, not negative; may be fractional (a mean).
 
     Returns:
-        For example ``"512 B"``, ``"1.50 GB"``, ``"-2.00 KB"``.
+        For example ``"512 B"``, ``"1.50 GB"``.
     """
-    size = abs(n)
-    sign = "-" if n < 0 else ""
-    if round(size) < KB:
-        digits = (
-            f"{size:.0f}" if float(size).is_integer() else f"{size:.2f}".rstrip("0").rstrip(".")
-        )
-        return f"{sign}{digits} B"
+    if round(n) < KB:
+        digits = f"{n:.0f}" if float(n).is_integer() else f"{n:.2f}".rstrip("0").rstrip(".")
+        return f"{digits} B"
     for name, unit in _DECIMAL:
         # Compare the rounded value, or 999,999 bytes would be written "1000.00 KB".
-        if round(size / unit, 2) < 1000 or name == _DECIMAL[-1][0]:
-            return f"{sign}{size / unit:.2f} {name}"
+        if round(n / unit, 2) < 1000 or name == _DECIMAL[-1][0]:
+            return f"{n / unit:.2f} {name}"
     raise AssertionError("the last unit takes any size")
 
 
@@ -52,20 +48,13 @@ def format_count(n: int) -> str:
     return f"{n / TB:,.0f}T"
 
 
-def format_rate(bytes_per_s: float) -> str:
-    """Write a rate in bytes per second, for example ``"12.50 GB/s"``."""
-    return f"{format_bytes(bytes_per_s)}/s"
-
-
 def format_seconds(s: float) -> str:
     """Write a duration, for example ``"3.2 us"``, ``"12.0 ms"``, ``"1.50 s"``, ``"2 min 05 s"``,
     ``"1 h 02 min"``.
 
     Args:
-        s: seconds; may be negative (a difference).
+        s: seconds, not negative.
     """
-    if s < 0:
-        return f"-{format_seconds(-s)}"
     if s == 0:
         return "0 s"
     for name, unit in (("ns", 1e-9), ("us", 1e-6), ("ms", 1e-3)):

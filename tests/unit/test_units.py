@@ -17,7 +17,6 @@ from zero_topo.units import (
     TB,
     format_bytes,
     format_count,
-    format_rate,
     format_seconds,
 )
 
@@ -34,9 +33,7 @@ from zero_topo.units import (
         (format_bytes, 999_994, "999.99 KB"),
         (format_bytes, 999_999, "1.00 MB"),
         (format_bytes, 1.5 * GB, "1.50 GB"),
-        (format_bytes, -2 * KB, "-2.00 KB"),
         (format_bytes, 12_345 * PB, "12345.00 PB"),
-        (format_rate, 12.5 * GB, "12.50 GB/s"),
         (format_seconds, 0, "0 s"),
         (format_seconds, 3.2e-6, "3.2 us"),
         (format_seconds, 5e-10, "0.5 ns"),
@@ -47,13 +44,12 @@ from zero_topo.units import (
         (format_seconds, 125, "2 min 05 s"),
         (format_seconds, 3599.9, "1 h 00 min"),
         (format_seconds, 3720, "1 h 02 min"),
-        (format_seconds, -1.5, "-1.50 s"),
     ],
 )
 def test_numbers_are_written_in_the_unit_people_use(
     write: Callable[[float], str], number: float, text: str
 ) -> None:
-    """Bytes in the largest fitting one, rates a second."""
+    """Bytes in the largest fitting one."""
     assert write(number) == text
 
 

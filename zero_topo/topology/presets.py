@@ -6,7 +6,7 @@ single host.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from importlib import resources
 from typing import Any
 
@@ -49,23 +49,6 @@ class Machine:
     def ranks_per_node(self) -> int | None:
         """Return the ranks in each node; None means as many as a one-node world has."""
         return None if self.gpus_per_node is None else self.gpus_per_node * self.ranks_per_gpu
-
-    def origins(self) -> dict[str, str]:
-        """Return the sources of the topology fields from this machine."""
-        optional = (key for key in ("links", "memory_per_rank") if getattr(self, key))
-        return dict.fromkeys(("gpus_per_node", "ranks_per_gpu", *optional), f"preset {self.name}")
-
-    def topology(self, nodes: int, ranks_per_node: int) -> Topology:
-        """Return a topology of ``nodes`` nodes of this machine, without sources."""
-        return Topology(
-            name=self.name,
-            nodes=nodes,
-            gpus_per_node=ranks_per_node // self.ranks_per_gpu,
-            ranks_per_gpu=self.ranks_per_gpu,
-            links=self.links,
-            memory_per_rank=self.memory_per_rank,
-            hosts_per_node=self.hosts_per_node,
-        )
 
 
 def preset_names() -> list[str]:
@@ -131,8 +114,18 @@ def load_preset(name: str, world_size: int | None) -> Topology:
             f"of {per_node} ranks, or describe what you start: an inline topology "
             '{"nodes": N, "gpus_per_node": G, "ranks_per_gpu": R} or {"emulated": {...}}'
         )
-    sources = {"nodes": "ranks / ranks per node", **machine.origins()}
-    return replace(machine.topology(world_size // per_node, per_node), sources=sources)
+    optional = (key for key in ("links", "memory_per_rank") if getattr(machine, key))
+    stated = ("gpus_per_node", "ranks_per_gpu", *optional)
+    return Topology(
+        name=machine.name,
+        nodes=world_size // per_node,
+        gpus_per_node=per_node // machine.ranks_per_gpu,
+        ranks_per_gpu=machine.ranks_per_gpu,
+        links=machine.links,
+        memory_per_rank=machine.memory_per_rank,
+        hosts_per_node=machine.hosts_per_node,
+        sources={"nodes": "ranks / ranks per node", **dict.fromkeys(stated, f"preset {name}")},
+    )
 
 
 def emulated(nodes: int, gpus_per_node: int, gcds_per_gpu: int) -> Topology:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zero_topo.topology.model import Topology
-from zero_topo.units import format_bytes, format_rate, format_seconds
+from zero_topo.units import format_bytes, format_seconds
 
 NODES_SHOWN = 4
 """Nodes listed by name and ranks; one line summarizes the others."""
@@ -59,7 +59,7 @@ def _link(topology: Topology, domain: str) -> str:
     link = topology.links.get(domain)
     if link is None:
         return ""
-    return f"{format_rate(link.bandwidth)} per rank, {format_seconds(link.latency)}"
+    return f"{format_bytes(link.bandwidth)}/s per rank, {format_seconds(link.latency)}"
 
 
 def _nodes(topology: Topology) -> list[str]:
