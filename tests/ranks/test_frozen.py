@@ -283,7 +283,7 @@ def test_what_cannot_follow_the_plan_stays_with_deepspeed() -> None:
         module = torch.nn.Module()
         for index, param in enumerate([*params, trained]):
             module.register_parameter(f"p{index}", param)
-        return ParameterGathers(module, [trained], {}, half)
+        return ParameterGathers(module, [trained], {}, half, [*module.parameters()])
 
     half, single = torch.bfloat16, torch.float32
     plain, empty, trained = parameter(3, 8, half), parameter(4, 0, half), parameter(5, 8, half)

@@ -200,6 +200,8 @@ class TopoStage3(Stock):
         )
 
     def _moments(self, sub_groups: Sequence[int]) -> list[Moment]:
+        if not sub_groups:
+            return []
         groups = [self._settings(index) for index in sub_groups]
         begins = [self._parts.columns[index][0] for index in sub_groups]
         flats = [self.fp32_partitioned_groups_flat[index] for index in sub_groups]

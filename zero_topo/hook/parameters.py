@@ -199,7 +199,7 @@ class ParameterGathers:
         trained: the parameters that the optimizer updates, in DeepSpeed's flat order.
         names: parameter -> name.
         dtype: the model's dtype.
-        params: the module's parameters that may follow the plan; None for all.
+        params: the module's parameters that may follow the plan.
 
     Attributes:
         module: the module.
@@ -215,15 +215,13 @@ class ParameterGathers:
         trained: list[Any],
         names: Mapping[Any, str],
         dtype: torch.dtype,
-        params: list[Any] | None = None,
+        params: list[Any],
     ) -> None:
         self.module = module
         self.trained = trained
         self._names = names
         self._dtype = dtype
         updated = {param.ds_id for param in trained}
-        if params is None:
-            params = [*module.parameters()]
         rest = [param for param in params if param.ds_id not in updated and param.ds_numel]
         self.frozen = [p for p in rest if p.ds_tensor.dtype == dtype and can_freeze(p, module)]
         self._never_trained = {self._name(p): p for p in rest if not p.requires_grad}

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -93,7 +94,7 @@ class Parts:
             trained = [param for index in mine for param in optimizer.fp16_groups[index]]
             gathers = ParameterGathers(optimizer.module, trained, names, dtype, params)
             described = gathers.described()
-            read_moments = _bound(moments, mine)
+            read_moments = partial(moments, mine)
             if not self.parts:
                 topo = Stage3(
                     config,
@@ -397,10 +398,3 @@ def replicated_of(part: EnginePart, group: dist.ProcessGroup | None) -> Replicat
         if not expert and not is_model_parallel_parameter(param):
             alike.append(part.gathers.param_indices[param.ds_id])
     return Replicated(part.topo, alike, group)
-
-
-def _bound(
-    moments: Callable[[Sequence[int]], Any],
-    sub_groups: tuple[int, ...],
-) -> Callable[[], Any]:
-    return lambda: moments(sub_groups) if sub_groups else []

@@ -321,13 +321,13 @@ class Messages:
         return [t[outer, inner] for s, t in enumerate(self.table) if s != self.without_source]
 
 
-def to_members(messages: Tensor, without: int = -1) -> Messages:
+def to_members(messages: Tensor) -> Messages:
     """Wrap one message for each member: ``[bytes]``, ``[members, bytes]`` or
     ``[outer, inner, bytes]``.
     """
     assert messages.dim() <= 3
     missing = (None,) * (4 - messages.dim())
-    return Messages(messages[missing], without_member=without)
+    return Messages(messages[missing])
 
 
 def from_sources(messages: Tensor, without: int = -1) -> Messages:
