@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
+from operator import attrgetter
 from typing import Any
 
 from zero_topo.config import AUTO, ResolvedConfig, ZeroTopoConfig, is_automatic, resolve_config
@@ -216,7 +217,7 @@ def _reason(
             fewer = [config for config in fewer if config.plan.weights == plan.weights]
         why = ""
         if fewer and limit is not None:  # the next smaller degree, with the least other memory
-            widest = max(fewer, key=lambda config: _degrees(config, role))
+            widest = max(fewer, key=attrgetter(f"plan.{role}", "plan.gradients"))
             ranks = _ranks(getattr(widest.plan, role))
             why = f" ({ranks} would need {format_bytes(needed(widest, job))})"
         words.append(f"{role} on {_ranks(degree)}{why}")
@@ -226,10 +227,6 @@ def _reason(
         f"scheme {AUTO}{default}: {', '.join(words)}; needs {_needs(chosen, job)}, counted for "
         f"{job.describe()}"
     )
-
-
-def _degrees(config: ResolvedConfig, role: str) -> tuple[int, int]:
-    return getattr(config.plan, role), config.plan.gradients
 
 
 def _ranks(count: int) -> str:

@@ -280,7 +280,8 @@ def collectives(config: ResolvedConfig, work: Workload, stock: bool) -> Iterator
         yield "publish", 1, of("publish", run, work.itemsize)
     int8 = [i for i in param_indices if coded[i]]
     changed = param_runs(plan, work, int8, work.run_numel)
-    yield "publish", 1, count_moves(plan, len(changed))
+    # The message with which ranks agree on the size of each run
+    yield "publish", 1, gather_moves(plan, plan.pair_of("publish"), COUNT_BYTES * len(changed))
     for run, message in zip(changed, work.published or (None,) * len(changed), strict=False):
         yield "publish", 1, of("publish", run, work.itemsize, message)
 
@@ -377,11 +378,6 @@ def matrix_moves(plan: Plan, numels: Iterable[int], itemsize: int, stock: bool) 
     if stock:
         return [Move(1, degree, parts * (degree - 1))] * 4
     return [Move(1, degree, 2 * parts * (degree - 1) // degree)]
-
-
-def count_moves(plan: Plan, runs: int) -> Sequence[Move]:
-    """Return the moves of the message with which ranks agree on the size of each run of publish."""
-    return gather_moves(plan, plan.pair_of("publish"), COUNT_BYTES * runs)
 
 
 def by_domain(sent: Mapping[Key, int]) -> dict[str, int]:

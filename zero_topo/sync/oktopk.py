@@ -383,7 +383,8 @@ class OkTopkByRow(Sparse):
             # What was not chosen returns to the residual: it is not subtracted.
             selected.values.mul_(reduced[selected.indices] != 0)
             if self.dtype != sums.dtype:
-                errors.append(best.rounding_errors(self.dtype, own * width))
+                rounding = best.rounded(self.dtype).values - best.values
+                errors.append(Selected(best.indices + own * width, rounding))
             return reduced
 
         def settle(again: Tensor) -> None:

@@ -71,10 +71,6 @@ class Selected:
         """Return the elements with values rounded to ``dtype``, as a receiver gets them."""
         return Selected(self.indices, self.values.to(dtype).float())
 
-    def rounding_errors(self, dtype: torch.dtype, first: int) -> Selected:
-        """Return what rounding adds to the values, at indices that count from ``first`` on."""
-        return Selected(self.indices + first, self.rounded(dtype).values - self.values)
-
     def counts(self, bounds: Tensor) -> Tensor:
         """Return the number of elements between neighbouring bounds (int64 ``[P + 1]``), as int64
         ``[P]``.
