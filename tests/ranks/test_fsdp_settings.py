@@ -25,6 +25,7 @@ import zero_topo.fsdp as topo
 from tests.harness import run_threads
 from tests.marks import late, often
 from tests.ranks.fsdp_scripts import EXACT, both, loss_of, machine, make, net, shard_plainly, train
+from zero_topo.fsdp.block import resolve
 from zero_topo.fsdp.settings import REFUSED
 
 
@@ -275,3 +276,16 @@ def test_a_failed_pass_leaves_nothing() -> None:
     """After ``reset_iter_state`` and ``zero_grad`` the training goes on as under plain FSDP2."""
     found, expected = both(unfinished)
     assert found == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_earlier_name_of_int4_publish_means_the_same() -> None:
+    """Scripts that name it so still run; other formats of ``publish`` are gone."""
+    own: dict[str, Any] = {
+        "topology": {"emulated": {"nodes": 2, "gpus_per_node": 1, "gcds_per_gpu": 2}}
+    }
+    own["scheme"] = "paper"
+    anew = resolve({**own, "quantize": {"publish": "int4"}}, 4)
+    assert anew.publish_spec is not None
+    assert resolve({**own, "publish": {"delta": "int4"}}, 4) == anew
+    with pytest.raises(ValueError, match="publish was removed"):
+        resolve({**own, "publish": {"delta": "int8"}}, 4)

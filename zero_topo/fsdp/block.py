@@ -42,6 +42,7 @@ def resolve(
     Raises:
         ValueError: in one line, for a wrong block or a setting that FSDP2 does not have.
     """
+    block = _with_publish(block)
     config = ZeroTopoConfig.parse(block)
     for key, instead in OF_DEEPSPEED.items():
         if key in config.model_fields_set:
@@ -52,11 +53,23 @@ def resolve(
     if is_automatic(config, topology):
         raise ValueError(
             f"{ROOT}: no plan is chosen for a model under FSDP2; name one, such as "
-            f'{{"scheme": "paper"}}; "zero-topo plan --recommend" compares plans'
+            f'{{"scheme": "paper"}}; "zero-topo plan" shows what each takes'
         )
     resolved = resolve_config(ZeroTopoConfig.parse(_with_one_degree(block)), topology)
     _refuse(resolved)
     return resolved
+
+
+def _with_publish(block: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the block with the earlier ``"publish": {"delta": "int4"}`` as ``quantize.publish``.
+
+    Only this door has kept the format, so that its scripts still run.
+    """
+    quantize = block.get("quantize") or {}
+    if block.get("publish") != {"delta": "int4"} or not isinstance(quantize, Mapping):
+        return block
+    others = {key: value for key, value in block.items() if key != "publish"}
+    return {**others, "quantize": {**quantize, "publish": "int4"}}
 
 
 def _with_one_degree(block: Mapping[str, Any]) -> dict[str, Any]:
