@@ -23,7 +23,18 @@ from torch.utils.checkpoint import checkpoint
 import zero_topo.fsdp as topo
 from tests.harness import run_threads
 from tests.marks import late
-from tests.ranks.fsdp_scripts import EXACT, Net, both, loss_of, machine, make, mean, net, whole
+from tests.ranks.fsdp_scripts import (
+    EXACT,
+    NET_WIDTH,
+    Net,
+    both,
+    loss_of,
+    machine,
+    make,
+    mean,
+    net,
+    whole,
+)
 
 Flag = Callable[[Any, bool], None]
 FLAGS: dict[str, Flag] = {
@@ -162,6 +173,84 @@ def test_gradients_change_between_micro_batches(change: str) -> None:
     if change == "scale":
         found = run_threads(4, lambda rank: between_passes({**EXACT, "optimizer": "node"}, change))
         close(found[0], both(between_passes, change)[1])
+
+
+class Branches(nn.Module):
+    """Two layers, of which a pass may use one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(NET_WIDTH, NET_WIDTH)
+        self.second = nn.Linear(NET_WIDTH, NET_WIDTH)
+        self.both = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.first(x)
+        return x + self.second(x) if self.both else x
+
+
+def branched(block: Mapping[str, Any] | None, flags: bool) -> list[float]:
+    """Losses where the last pass of a step uses a part of each module's parameters."""
+    model = Net()
+    model.blocks = nn.ModuleList(Branches() for _ in range(2))
+    model, optimizer = make(block, model=model)
+    losses = []
+    for step in range(3):
+        for micro_batch in range(2):
+            for module in model.blocks:
+                module.both = micro_batch == 0
+            if flags:
+                model.set_is_last_backward(micro_batch == 1)
+            loss = loss_of(model, step, micro_batch)
+            loss.backward()
+            losses.append(mean(loss))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("flags", [True, late(False)])
+def test_a_pass_without_a_parameter_keeps_its_gradient(flags: bool) -> None:
+    """FSDP2 reduces the other parameters of the module."""
+    found, expected = both(branched, flags)
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+class Skipping(Net):
+    """Passes may leave out the last block."""
+
+    depth = 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for index in range(self.depth):
+            x = self.run(index, x)
+        return self.out(x)
+
+
+def scaled_before_a_skip(rank: int, block: Mapping[str, Any] | None) -> list[float]:
+    """Losses where gradients are scaled in place before a pass that leaves out a block."""
+    model, optimizer = make(block, model=Skipping())
+    losses = []
+    for step in range(3):
+        for micro_batch in range(2):
+            model.depth = 2 - micro_batch
+            loss = loss_of(model, step, micro_batch)
+            loss.backward()
+            losses.append(mean(loss))
+            for param in model.parameters():
+                param.grad.mul_(0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_a_module_that_a_pass_leaves_out_keeps_a_changed_gradient() -> None:
+    """Also where several ranks update the same part, and a read gradient is a copy."""
+    copies = {**EXACT, "optimizer": "node"}
+    found = run_threads(4, scaled_before_a_skip, copies)[0]
+    expected = run_threads(4, scaled_before_a_skip, None)[0]
+    assert found == pytest.approx(expected, rel=1e-6)
 
 
 # -- states are saved or loaded in the middle of a step --------------------------------------------

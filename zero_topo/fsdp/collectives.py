@@ -28,11 +28,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils.module_tracker import ModuleTracker
 
 from zero_topo.collectives.transport import all_gather_views, reduce_scatter
 from zero_topo.config.sync_config import Move, gather_moves, reduce_moves, rows_message
-from zero_topo.fsdp.host import Host, own_parameters, sharded_modules
+from zero_topo.fsdp.host import PASS, Host, own_parameters, sharded_modules
 from zero_topo.fsdp.settings import before_attach, follow, refuse
 from zero_topo.quant.operands import FLOATS, View, at_blocks
 from zero_topo.quant.ops import cast_to
@@ -107,8 +106,6 @@ class Gather(ModuleCollective):
         computed: the type to which FSDP2 casts weights before it gathers them, if any.
     """
 
-    _tracker = ModuleTracker()  # never entered: of it, only `is_bw` is asked
-
     def __init__(
         self,
         host: Host,
@@ -162,7 +159,7 @@ class Gather(ModuleCollective):
         number. Such gathers, and those of whole numbers, are sent as they are, by FSDP2's own
         group.
         """
-        phase = "gather_backward" if self._tracker.is_bw else "gather_forward"
+        phase = "gather_backward" if PASS.is_bw else "gather_forward"
         hierarchy = self._host.hierarchy.metered(phase)
         meter = self._host.mesh.meter
         if hierarchy.size == 1:  # the shard is in place and is all there is; no format rounds it

@@ -13,12 +13,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.module_tracker import ModuleTracker
 
 from zero_topo.config import ResolvedConfig
 from zero_topo.config.sync_config import Move
 from zero_topo.fsdp.modules import post_order
 from zero_topo.mesh import Hierarchy, Mesh
 from zero_topo.plan import Plan
+
+PASS = ModuleTracker()
+"""Never entered: of it, only ``is_bw`` is asked, whether a backward pass runs."""
 
 
 def no_optimizer(params: Sequence[DTensor], divisor: float) -> None:

@@ -53,7 +53,7 @@ class Link:
 
     def give(self) -> None:
         """Give the inner optimizer weights, settings and states as the user has left them."""
-        self.give_settings()
+        copy_settings(self._outer.param_groups, self._inner.param_groups)
         for param, part in self._parts.items():
             part.follow_edits()
             pairs = self._pairs.get(part, {})
@@ -73,10 +73,6 @@ class Link:
             else:
                 self._inner.state.pop(part.master, None)
 
-    def give_settings(self) -> None:
-        """Give the inner optimizer the settings of groups, such as a new learning rate."""
-        _copy_settings(self._outer, self._inner)
-
     def take(self, stepped: bool = False) -> None:
         """Show the user the inner settings and states: values of elements as DTensors of the
         parameter's shape, which share their memory.
@@ -84,12 +80,12 @@ class Link:
         Args:
             stepped: whether the inner optimizer has made its states, if it has any.
         """
-        _copy_settings(self._inner, self._outer)
+        copy_settings(self._inner.param_groups, self._outer.param_groups)
         for param, part in self._parts.items():
+            old = self._pairs.pop(part, {})
+            self._outer.state.pop(param, None)
             if part.master not in self._inner.state and not stepped:
-                self._outer.state.pop(param, None)
                 continue
-            old = self._pairs.get(part, {})
             pairs = self._pairs[part] = {}
             for key, value in self._inner.state.get(part.master, {}).items():
                 own, seen = old.get(key, (None, None))
@@ -99,7 +95,6 @@ class Link:
             if part not in self._own:
                 self._own[part] = self._own_entries(part)
             shown = {key: seen for key, (_, seen) in pairs.items()} | self._own[part]
-            self._outer.state.pop(param, None)
             if shown:
                 self._outer.state[param] = shown
 
@@ -111,14 +106,10 @@ def masters_of(groups: Sequence[Mapping[str, Any]], parts: Mapping[Tensor, Part]
     ]
 
 
-def without_params(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a group."""
-    return {key: value for key, value in group.items() if key != "params"}
-
-
-def _copy_settings(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
-    for given, group in zip(source.param_groups, target.param_groups, strict=True):
-        group.update(without_params(given))
+def copy_settings(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str, Any]]) -> None:
+    """Copy the settings of groups, such as a learning rate."""
+    for given, group in zip(source, target, strict=True):
+        group.update({**given, "params": group["params"]})
 
 
 def is_flat(value: Any, part: Part) -> bool:

@@ -42,8 +42,8 @@ from zero_topo.config.sparse_config import OkTopkSync
 from zero_topo.engine.agreement import check_replicas
 from zero_topo.engine.gradients import Gradients
 from zero_topo.engine.shards import Layout
-from zero_topo.fsdp.host import Host, no_optimizer, own_parameters, sharded_modules
-from zero_topo.fsdp.inner import MASTER, PUBLISHED, RESIDUAL, Link, masters_of, without_params
+from zero_topo.fsdp.host import PASS, Host, no_optimizer, own_parameters, sharded_modules
+from zero_topo.fsdp.inner import MASTER, PUBLISHED, RESIDUAL, Link, copy_settings, masters_of
 from zero_topo.fsdp.parts import Part, trainable
 from zero_topo.fsdp.publish import Publisher
 from zero_topo.fsdp.residuals import summed_residuals
@@ -102,7 +102,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.inner = kind(masters_of(self.param_groups, self.parts), **settings)
         self.defaults = self.inner.defaults
         self._link = Link(self, self.inner, self.parts, self._own_entries)
-        self._build()
+        self._build(device)
         self._link.take()
         # Parts whose gradient has arrived since the last step.
         self._arrived: dict[Part, None] = {}
@@ -123,7 +123,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             # Hooks of the user then see our gradient, not FSDP2's of one node.
             hooks: Any = part.param._post_accumulate_grad_hooks
             hooks.move_to_end(handle.id, last=False)
-        follow(host.model, "reset_iter_state", self._end_failed_pass)
+        follow(host.model, "reset_iter_state", self._end_pass)
         host.before_reduction = self._before_reduction
 
     def _cut(self, chosen: set[Tensor]) -> dict[Tensor, Part]:
@@ -148,7 +148,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         return parts
 
-    def _build(self) -> None:
+    def _build(self, device: torch.device) -> None:
         """Build the gradient shard, the mode of sync, and the post-step all-gather."""
         host = self.host
         config = host.config
@@ -171,7 +171,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         bucket = max(sum(param.numel() for param in params) for params in modules)
         run_numel = config.sync.run_numel(bucket, sum(layout.numels))
         runs = packed_runs(layout.numels, run_numel)
-        device = next(iter(self.parts.values())).master.device
         context = SyncContext(
             plan=plan,
             mesh=mesh,
@@ -238,6 +237,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._in_backward = True
             self._counted += 1
             self.gradients.reopen()
+            # Of all modules: sync repeats what users changed in one that this pass does not use.
+            for part in self.parts.values():
+                self._take_back(part)
         self._synced = False
         for param in params:
             if param in self.parts:
@@ -251,12 +253,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _end_backward(self) -> None:
         if torch._C._current_autograd_node() is not None:
             return  # of a reentrant checkpoint: the pass around it goes on
-        self._in_backward = False
+        self._end_pass()
         if self._flags.last:
             self._sync()
 
-    def _end_failed_pass(self) -> None:
+    def _end_pass(self) -> None:
+        """Set ``param.grad`` of earlier passes where this one has added nothing; FSDP2 reports a
+        failed pass too.
+        """
+        if not self._in_backward:
+            return
         self._in_backward = False
+        for part in self._arrived:
+            if part.grad is None:  # taken back for a reduction that it took no part in
+                self._show(part)
 
     @torch.no_grad()
     def _take_back(self, part: Part) -> None:
@@ -290,8 +300,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._show(part)
         if not part.width:
             return
-        # FSDP2's stream for reductions is current: it adds here, and the queue of sync waits for
-        # it.
+        # FSDP2's stream for reductions is current: it adds here, the queue of sync waits for it.
         local = grad.to_local()
         if on_gpu(local.device):
             self._reducing = torch.accelerator.current_stream(local.device)
@@ -309,7 +318,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"{part.name}: its gradient was dropped by step() or zero_grad(); read param.grad "
                 "before, or copy it by param.grad.clone()"
             )
-        if not self._synced and torch._C._current_graph_task_id() != -1:
+        if not self._synced and PASS.is_bw:
             raise RuntimeError(
                 f"{part.name}: its gradient is read in a backward pass, before it is reduced "
                 "between nodes; read param.grad after the pass"
@@ -323,6 +332,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Finish sync of what has arrived and the user has not dropped. Collective."""
         if self._synced:
             return
+        self._end_pass()  # one that failed
         dropped = {part for part in self._arrived if part.param.grad is None}
         for part in dropped:
             self._overwrite(part, None)
@@ -431,8 +441,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         So does a step of ``get_state_dict``, by which torch makes states. It must change nothing
         else: another publish of differences would change weights that were saved already.
         """
+        if self._arrived:  # a rate on a GPU is read only without gradients: the host waits for it
+            return False
         rates = [float(group.get("lr", 1)) for group in self.param_groups]
-        return not self._arrived and not any(rates)
+        return not any(rates)
 
     def _end_update(self) -> None:
         """Drop the gradients, and show the states of the updated parts."""
@@ -488,12 +500,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # -- checkpoints -------------------------------------------------------------------------------
 
-    @property
-    def _keeps_masters(self) -> bool:
-        """Whether FP32 masters are more exact than the weights, so that a checkpoint needs both."""
-        exact = self.publisher.wire == cast_to(torch.float32)
-        return next(iter(self.parts)).dtype != torch.float32 or not exact
-
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """Return states as DTensors of the parameters' shapes, as under FSDP2, whose memory they
@@ -519,13 +525,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             residuals: returns those of all parts; None sums them whenever one is read.
         """
         entries: dict[str, Any] = {}
-        if self._keeps_masters:
+        if self.publisher.wire != cast_to(torch.float32):  # masters are more exact than weights
             entries[MASTER] = part.as_dtensor(part.master.detach())
         if part.published is not None:
             entries[PUBLISHED] = part.as_dtensor(part.published)
         if getattr(self.host.config.sync, "error_feedback", False):
             read = partial(_of_part, residuals or self._residuals, part)
-            entries[RESIDUAL] = part.lazily(part.master, read)
+            entries[RESIDUAL] = part.lazily(torch.float32, read)
         return entries
 
     @torch.no_grad()
@@ -534,6 +540,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Note [Residuals of a checkpoint].
         """
         groups = state_dict["param_groups"]
+        counts = [len(group["params"]) for group in groups]
+        own_counts = [len(group["params"]) for group in self.param_groups]
+        if counts != own_counts:
+            raise ValueError(
+                f"the state dict has groups of {counts} parameters and the optimizer of "
+                f"{own_counts}; build the optimizer with the groups that were saved"
+            )
         keys = [key for group in groups for key in group["params"]]
         own_row = self.gradients.own_row
         kept = self._settled().clone()
@@ -560,16 +573,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 part.published.copy_(published)
             if entry:
                 self.inner.state[part.master] = entry
-        for group, own_group in zip(groups, self.param_groups, strict=True):
-            own_group.update(without_params(group))
-        self._link.give_settings()
+            else:
+                self.inner.state.pop(part.master, None)
+        copy_settings(groups, self.inner.param_groups)
         self._link.take()
 
     @torch.no_grad()
     def _settled(self) -> Tensor:
-        """Return the gradient shard's own row with all gradients since the last step, and none of
-        them elsewhere.
-        """
+        """Return the own row with all gradients since the last step, and none of them elsewhere."""
         self._sync()
         self.gradients.reopen()
         self._synced = False

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,21 +26,21 @@ class PartTensor(DTensor):
     _together: DeviceMesh
 
     @classmethod
-    def of(cls, value: DTensor, together: DeviceMesh) -> PartTensor:
-        """Return a tensor that shares the memory.
+    def of(
+        cls, value: DTensor, together: DeviceMesh, read: Callable[[], Tensor] | None = None
+    ) -> PartTensor:
+        """Return a tensor that shares the memory, or reads another local tensor each time.
 
         Args:
             value: a DTensor on the mesh of optimizer states.
             together: the ranks whose parts are a whole tensor, in one dimension.
+            read: returns the local tensor.
         """
         tensor = cls(value._local_tensor, value._spec, requires_grad=False)
         tensor._together = together
+        if read is not None:
+            tensor._read = read
         return tensor
-
-    def reading(self, read: Callable[[], Tensor]) -> PartTensor:
-        """Return this tensor; ``read`` now returns its local tensor each time."""
-        self._read = read
-        return self
 
     @property
     def _local_tensor(self) -> Tensor:
@@ -78,7 +78,7 @@ class PartTensor(DTensor):
     ) -> Any:
         given = (args, kwargs or {})
         ours = next(leaf for leaf in tree_leaves(given) if isinstance(leaf, cls))
-        written = list(_written(func, *given))
+        written = list(_written(func, args, kwargs or {}))
         for leaf in tree_leaves(written):
             if isinstance(leaf, DTensor) and leaf.device_mesh != ours.device_mesh:
                 args, kwargs = tree_map(partial(_on_written, leaf.device_mesh), given)
@@ -92,21 +92,25 @@ class PartTensor(DTensor):
         return tree_map_only(DTensor, partial(cls.of, together=ours._together), result)
 
 
-def part_of(value: DTensor, states: DeviceMesh) -> DTensor:
-    """Return this rank's part of a DTensor on FSDP2's mesh, as a view if it is sharded.
+def part_range(rows: int, states: DeviceMesh) -> tuple[int, int]:
+    """Return the first row of this rank's part of an FSDP2 shard, and the number of its rows.
 
-    Rows of FSDP2's shard are divided as DTensor divides them, the last part may be empty.
+    Rows are divided as DTensor divides them; the last part may be empty.
     """
+    part_rows = -(-rows // states.size(1))
+    first_row = min(states.get_local_rank("part") * part_rows, rows)
+    return first_row, min(rows - first_row, part_rows)
+
+
+def part_of(value: DTensor, states: DeviceMesh) -> DTensor:
+    """Return this rank's part of a DTensor on FSDP2's mesh, as a view if it is sharded."""
     (placement,) = value.placements
     if not isinstance(placement, Shard):
         local = value.redistribute(placements=[Replicate()]).to_local()
         placements: list[Any] = [Replicate()] * states.ndim
     else:
         local = value._local_tensor
-        rows = local.shape[placement.dim]
-        part_rows = -(-rows // states.size(1))
-        first_row = min(states.get_local_rank("part") * part_rows, rows)
-        own_rows = min(rows - first_row, part_rows)
+        first_row, own_rows = part_range(local.shape[placement.dim], states)
         local = local.narrow(placement.dim, first_row, own_rows)
         placements = [placement, placement, Replicate()]
     return DTensor.from_local(
@@ -118,11 +122,10 @@ def _on_states(states: DeviceMesh, pending: bool, value: Any) -> Any:
     """Return a plain DTensor on the mesh of states in place of one of ours, or of FSDP2's."""
     if isinstance(value, PartTensor):
         return value.plain() if pending else value.reduced()
-    if isinstance(value, DTensor) and value.device_mesh.ndim == 1:
-        ranks = states["shard"].mesh
-        if value.device_mesh.mesh.tolist() == ranks.tolist():
-            return part_of(value, states)
-    return value
+    if not isinstance(value, DTensor):
+        return value
+    same_ranks = torch.equal(value.device_mesh.mesh, states["shard"].mesh)
+    return part_of(value, states) if same_ranks else value
 
 
 def _on_written(mesh: DeviceMesh, value: Any) -> Any:
@@ -139,12 +142,12 @@ def _on_written(mesh: DeviceMesh, value: Any) -> Any:
     return DTensor.from_local(whole._local_tensor, mesh, replicated, run_check=False)
 
 
-def _written(func: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
     """Yield the arguments to which an operation writes."""
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         if argument.name in kwargs:
             yield kwargs[argument.name]
-        elif index < len(tuple(args)):
-            yield tuple(args)[index]
+        elif index < len(args):
+            yield args[index]

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.functional import pad
 
 from zero_topo.fsdp.host import Host
-from zero_topo.fsdp.part_tensor import PartTensor
+from zero_topo.fsdp.part_tensor import PartTensor, part_range
 from zero_topo.quant.operands import FLOATS, View, way_to_floats
 
 PLACEMENTS = (Shard(0), Shard(0), Replicate())
@@ -63,8 +63,7 @@ class Part:
         mesh = host.states
         self.name = name
         self.param = param
-        self._mesh = mesh
-        self._whole = host.whole
+        self._host = host
         self._parts = plan.optimizer // plan.weights
         self.copies = plan.world_size // plan.optimizer
         rows, *rest = self.local().shape
@@ -72,9 +71,8 @@ class Part:
         part_rows = -(-rows // self._parts)
         self.shard_range = part_rows * row_numel
         self.width = -(-self.shard_range // self.copies)
-        first_row = mesh.get_local_rank("part") * part_rows
+        first_row, own_rows = part_range(rows, mesh)
         self._offset = first_row * row_numel
-        own_rows = min(max(rows - first_row, 0), part_rows)
         self._shape = (own_rows, *rest)
         self.numel = own_rows * row_numel
         padded = _padded(self.weights(), self.copies * self.width)
@@ -110,30 +108,25 @@ class Part:
         """
         weights = self.weights()
         masters = self.master[: self.numel]
-        edited = weights != self.as_published()
-        masters.copy_(torch.where(edited, weights.to(masters.dtype), masters))
+        masters.copy_(torch.where(weights == self.as_published(), masters, weights))
 
     def remember(self) -> None:
         """Copy the stored weights after a publish, if :meth:`as_published` needs them."""
         if self.published is not None:
             self.published[: self.numel].copy_(self.weights())
 
-    def difference(self) -> Tensor:
-        """Return masters minus stored weights, FP32."""
-        return self.master.detach()[: self.numel] - self.weights()
-
     def stored(self, block: int) -> View:
         """Return the parts of all ranks in the stored weights, each padded to whole blocks."""
         return self._view(self.local().view(-1), block, self._parts)
 
-    def message(self, delta: bool, block: int) -> View:
-        """Return what the rank sends of the part, padded to whole blocks.
-
-        Args:
-            delta: send the difference to the stored weights, not the masters.
-            block: elements of a block.
+    def message(self, block: int) -> View:
+        """Return what the rank sends of the part, padded to whole blocks: masters, or their
+        difference to the stored weights, FP32.
         """
-        return self._view(self.difference() if delta else self.master.detach(), block, 1)
+        flat = self.master.detach()
+        if self.published is not None:
+            flat = flat[: self.numel] - self.weights()
+        return self._view(flat, block, 1)
 
     def _view(self, flat: Tensor, block: int, members: int) -> View:
         numel = self.shard_range
@@ -181,7 +174,7 @@ class Part:
         """
         if rows.dtype != self.param.dtype:
             self.param.grad_dtype = None  # torch then allows a gradient of another type
-        self.grad = self.lazily(self.columns(rows).reshape(-1), read)
+        self.grad = self.lazily(rows.dtype, read)
         self.param.grad = self.grad
 
     def keep_synced(self, rows: Tensor) -> None:
@@ -207,21 +200,23 @@ class Part:
         size = self.param.size()
         stride = self.param.stride()
         return DTensor.from_local(
-            local, self._mesh, PLACEMENTS, run_check=False, shape=size, stride=stride
+            local, self._host.states, PLACEMENTS, run_check=False, shape=size, stride=stride
         )
 
-    def lazily(self, like: Tensor, read: Callable[[], Tensor]) -> PartTensor:
+    def lazily(self, dtype: torch.dtype, read: Callable[[], Tensor]) -> PartTensor:
         """Return :meth:`as_dtensor` of what ``read`` returns when the tensor is read.
 
         Args:
-            like: a flat part of the same dtype.
+            dtype: of what ``read`` returns.
             read: returns the flat part.
         """
 
         def local() -> Tensor:
             return read()[: self.numel].view(self._shape)
 
-        return PartTensor.of(self.as_dtensor(like.detach()), self._whole).reading(local)
+        # It sets shape, dtype and device, and is freed at once.
+        like = torch.empty(self.numel, dtype=dtype, device=self.master.device)
+        return PartTensor.of(self.as_dtensor(like), self._host.whole, local)
 
     def from_dtensor(self, value: Tensor) -> Tensor:
         """Return the flat zero-padded part of a DTensor of :meth:`as_dtensor`, or with FSDP2's own
@@ -236,7 +231,7 @@ class Part:
                 "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
             )
         flat = value.to_local().reshape(-1)
-        if value.device_mesh != self._mesh or tuple(value.placements) != PLACEMENTS:
+        if value.device_mesh != self._host.states or tuple(value.placements) != PLACEMENTS:
             if flat.numel() != self.local().numel():
                 raise ValueError(
                     f"{self.name}: a tensor on {value.device_mesh} is not sharded as the states of "

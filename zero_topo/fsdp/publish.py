@@ -35,7 +35,6 @@ class Publisher:
 
     Attributes:
         wire: the format.
-        delta: whether differences are sent.
         runs: the parts of each collective.
         run_numel: parameter elements that one collective carries.
     """
@@ -52,7 +51,6 @@ class Publisher:
         plan = config.plan
         self._spec = config.publish_spec
         self.wire = self._spec or cast_to(weights)
-        self.delta = self._spec is not None
         sizes = [plan.world_size * part.width for part in stored]
         runs = packed_runs(sizes, run_numel)
         self.runs = [list(stored[run.start : run.stop]) for run in runs]
@@ -81,8 +79,9 @@ class Publisher:
 
     def _start(self, run: list[Part]) -> Handle[None]:
         block = self.wire.block_size
-        own = [part.message(self.delta, block) for part in run]
+        own = [part.message(block) for part in run]
         message = quantize(own, self.wire)
         stored = [part.stored(block) for part in run]
+        delta = self._spec is not None
         # The owner decodes its own message too: it stores what the others store.
-        return all_gather_views(self._hierarchy, stored, self.wire, message, self.delta, own=True)
+        return all_gather_views(self._hierarchy, stored, self.wire, message, delta, own=True)

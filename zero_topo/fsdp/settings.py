@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 from torch.distributed.fsdp import FSDPModule
@@ -38,19 +38,15 @@ def refuse(module: FSDPModule) -> None:
     if before_attach(module, "_all_reduce_hook") is not None:
         raise ValueError(f"set_all_reduce_hook: {REFUSED['set_all_reduce_hook']}")
     for name, reason in REFUSED.items():
-        follow(module, name, _Refusal(name, reason))
+        follow(module, name, partial(_refused, f"{name}: {reason}"))
 
 
-class _Refusal:
-    def __init__(self, name: str, reason: str) -> None:
-        self._line = f"{name}: {reason}"
-
-    def __call__(self, **given: Any) -> None:
-        raise ValueError(self._line)
+def _refused(reason: str, *given: Any) -> None:
+    raise ValueError(reason)
 
 
 def follow(module: Any, name: str, react: Callable[..., None], call: bool = True) -> None:
-    """Call a function with the arguments of FSDP2's method of a module, by FSDP2's names.
+    """Call a function with the arguments of FSDP2's method of a module, but for keyword-only ones.
 
     Args:
         module: the module.
@@ -63,9 +59,7 @@ def follow(module: Any, name: str, react: Callable[..., None], call: bool = True
 
     @wraps(own)
     def followed(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        react(**given.arguments)
+        react(*signature.bind(*args, **kwargs).args)
         return own(*args, **kwargs) if call else None
 
     setattr(module, name, followed)
@@ -85,7 +79,7 @@ class PassFlags:
             if isinstance(module, FSDPModule):
                 follow(module, "set_is_last_backward", self._set_last)
         follow(model, "set_requires_all_reduce", self._set_all_reduce)
-        follow(model, "set_requires_gradient_sync", self._set_gradient_sync)
+        follow(model, "set_requires_gradient_sync", self._set_all_reduce)  # FSDP2 sets both by it
 
     @property
     def last(self) -> bool:
@@ -95,8 +89,5 @@ class PassFlags:
     def _set_last(self, is_last_backward: bool) -> None:
         self._is_last = is_last_backward
 
-    def _set_all_reduce(self, requires_all_reduce: bool, recurse: bool) -> None:
+    def _set_all_reduce(self, requires_all_reduce: bool) -> None:
         self._all_reduces = requires_all_reduce
-
-    def _set_gradient_sync(self, requires_gradient_sync: bool, recurse: bool) -> None:
-        self._all_reduces = requires_gradient_sync  # as FSDP2 does

@@ -10,7 +10,7 @@ whole tensors to the same steps with halves of them, as two ranks would take the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,15 +51,14 @@ def check_elementwise(
     try:
         with torch.random.fork_rng(generators, device_type=accelerator):
             whole = _updates(kind, groups, settings, wholes)
-            first = _updates(kind, groups, settings, _cut(wholes, first=True))
-            second = _updates(kind, groups, settings, _cut(wholes, first=False))
             again = _updates(kind, groups, settings, wholes)
+            pairs = [_updates(kind, groups, settings, half) for half in _halves(wholes)]
     except Exception as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(
             f"{_name(kind)} failed in a trial on flat parts, as ranks update them: {reason}"
         ) from error
-    halves = [torch.cat(pair) for pair in zip(first, second, strict=True)]
+    halves = [torch.cat(pair) for pair in zip(*pairs, strict=True)]
     # One that draws random numbers updates twice differently; nothing can be said about it.
     if not _differ(wholes, whole, again) and _differ(wholes, whole, halves):
         raise ValueError(
@@ -69,8 +68,10 @@ def check_elementwise(
         )
 
 
-def _drawn(device: torch.device) -> list[list[Tensor]]:
-    """Return for each shape a weight and the gradient of each step; not to be written to."""
+def _drawn(device: torch.device) -> list[Tensor]:
+    """Return for each shape a weight and the gradient of each step, stacked; not to be written
+    to.
+    """
     generator = torch.Generator("cpu").manual_seed(0)
     own: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever the defaults are
 
@@ -82,26 +83,26 @@ def _drawn(device: torch.device) -> list[list[Tensor]]:
     for shape in SHAPES:
         common = normal(shape)
         gradients = [factor * (common + normal(shape)) for factor in GROWTH]
-        values = [WEIGHT * normal(shape), *gradients]
-        drawn.append([value.to(device) for value in values])
+        values = torch.stack([WEIGHT * normal(shape), *gradients])
+        drawn.append(values.to(device))
     return drawn
 
 
-def _cut(wholes: Sequence[Sequence[Tensor]], first: bool) -> list[list[Tensor]]:
-    """Return the first or second halves, flat."""
-    halves = []
+def _halves(wholes: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+    """Return the first halves, flat, and the second ones."""
+    cut = []
     for values in wholes:
-        border = int(HALF * values[0].numel())
-        flat = [value.flatten() for value in values]
-        halves.append([value[:border] if first else value[border:] for value in flat])
-    return halves
+        flat = values.flatten(1)
+        border = int(HALF * flat.shape[1])
+        cut.append((flat[:, :border], flat[:, border:]))
+    return zip(*cut, strict=True)
 
 
 def _updates(
     kind: Kind,
     groups: Sequence[Group],
     settings: Mapping[str, Any],
-    tensors: Sequence[Sequence[Tensor]],
+    tensors: Sequence[Tensor],
 ) -> list[Tensor]:
     """Return what some steps add to each tensor, flat."""
     params = [nn.Parameter(values[0].clone()) for values in tensors]
@@ -144,9 +145,7 @@ def _copied(settings: Group) -> dict[str, Any]:
     }
 
 
-def _differ(
-    wholes: Sequence[Sequence[Tensor]], ones: Sequence[Tensor], others: Sequence[Tensor]
-) -> bool:
+def _differ(wholes: Sequence[Tensor], ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     """Return whether updates differ by more than rounding; not if they are no numbers."""
     for values, one, other in zip(wholes, ones, others, strict=True):
         largest = OF_UPDATE * one.abs().max() + OF_WEIGHT * values[0].abs().max()
