@@ -80,11 +80,6 @@ class SyncSettings(StrictModel):
         return None
 
     @property
-    def rings(self) -> bool:
-        """Return whether the backend's own reduce-scatter sums in the outermost group."""
-        return False
-
-    @property
     def whole(self) -> bool:
         """Return whether one collective carries all parameters, rather than runs of them as they
         are ready.
@@ -192,11 +187,6 @@ class DenseSync(SyncSettings):
         description="Type of the values on the wire; null takes the type the gradients are "
         "accumulated in.",
     )
-
-    @property
-    def rings(self) -> bool:
-        """Return whether ``reduce`` says so."""
-        return self.reduce == "ring"
 
     def volume(self, plan: Plan, widths: Sequence[int], itemsize: int) -> list[Move]:
         """Return a reduce-scatter to one row per rank, then an all-gather to the optimizer or the

@@ -39,9 +39,8 @@ class Dense(SyncMode):
         target = plan.gradients if config.reduce == "all_reduce" else plan.optimizer
         self._down = context.across(target)
         self._wire = cast_to(context.dtype)
-        self._summing = (
-            DTYPES[self._wire.dtype] if config.rings and self._up.groups[-1].sums else None
-        )
+        rings = config.reduce == "ring" and self._up.groups[-1].sums
+        self._summing = DTYPES[self._wire.dtype] if rings else None
 
     def start(self, shard: Tensor, ranges: Sequence[Range], scale: float) -> Handle[None]:
         """Begin the reduction; the gather back to ranks that need more rows is the handle's last

@@ -1,6 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Quantized sync: sends gradients between gradient domains as INT8, INT4 or NF4, with error
-feedback.
+"""Quantized sync: sends gradients between gradient domains as INT8 or NF4, with error feedback.
 
 Note [Error feedback]
     Let ``g`` be this rank's gradient shard and ``e`` the residual of earlier steps. The rank sends
