@@ -44,7 +44,7 @@ from zero_topo.engine.gradients import Gradients
 from zero_topo.engine.shards import Layout
 from zero_topo.fsdp.host import PASS, Host, no_optimizer, own_parameters, sharded_modules
 from zero_topo.fsdp.inner import MASTER, PUBLISHED, RESIDUAL, Link, copy_settings, masters_of
-from zero_topo.fsdp.parts import Part, trainable
+from zero_topo.fsdp.parts import WITHOUT_OPTIMIZER, Part, parts_of
 from zero_topo.fsdp.publish import Publisher
 from zero_topo.fsdp.residuals import summed_residuals
 from zero_topo.fsdp.settings import PassFlags, follow
@@ -53,12 +53,6 @@ from zero_topo.plan import packed_runs
 from zero_topo.quant.operands import DTYPES
 from zero_topo.quant.ops import cast_to
 from zero_topo.sync import Moment, Parameter, SyncContext, build_mode
-
-WITHOUT_OPTIMIZER = (
-    "it requires a gradient and the optimizer does not have it, so its gradient would not be "
-    "reduced between nodes; freeze it by requires_grad_(False) before shard_optimizer, or give it "
-    "a group with lr=0"
-)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -96,7 +90,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         super().__init__(params, {})
         self.host = host
-        self.parts = self._cut({param for group in self.param_groups for param in group["params"]})
+        self.parts = parts_of(
+            host, {param for group in self.param_groups for param in group["params"]}
+        )
         device = next(iter(self.parts.values())).master.device
         check_elementwise(kind, self.param_groups, settings, device)
         self.inner = kind(masters_of(self.param_groups, self.parts), **settings)
@@ -125,28 +121,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             hooks.move_to_end(handle.id, last=False)
         follow(host.model, "reset_iter_state", self._end_pass)
         host.before_reduction = self._before_reduction
-
-    def _cut(self, chosen: set[Tensor]) -> dict[Tensor, Part]:
-        """Return the part of each chosen parameter, in the model's order."""
-        host = self.host
-        parts: dict[Tensor, Part] = {}
-        for name, param in host.model.named_parameters():
-            if param in chosen:
-                parts[param] = Part(name, trainable(name, param), host)
-        if unknown := chosen - parts.keys():
-            raise ValueError(
-                f"{len(unknown)} parameters of the optimizer are not the model's, such as one of "
-                f"{tuple(next(iter(unknown)).shape)}; pass those of the model after fully_shard"
-            )
-        for name, param in host.model.named_parameters():
-            if param.requires_grad and param not in chosen and isinstance(param, DTensor):
-                raise ValueError(f"{name}: {WITHOUT_OPTIMIZER}")
-        if len({param.dtype for param in parts}) > 1:
-            raise ValueError(
-                "trained parameters have several types; convert the model to one, and let "
-                "mp_policy choose the type of the computation"
-            )
-        return parts
 
     def _build(self, device: torch.device) -> None:
         """Build the gradient shard, the mode of sync, and the post-step all-gather."""

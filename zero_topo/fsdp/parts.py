@@ -28,6 +28,12 @@ from zero_topo.quant.operands import FLOATS, View, way_to_floats
 
 PLACEMENTS = (Shard(0), Shard(0), Replicate())
 
+WITHOUT_OPTIMIZER = (
+    "it requires a gradient and the optimizer does not have it, so its gradient would not be "
+    "reduced between nodes; freeze it by requires_grad_(False) before shard_optimizer, or give it "
+    "a group with lr=0"
+)
+
 
 class Part:
     """The elements of one parameter that this rank's optimizer updates.
@@ -241,13 +247,39 @@ class Part:
         return _padded(flat, self.master.numel())
 
 
+def parts_of(host: Host, chosen: set[Tensor]) -> dict[Tensor, Part]:
+    """Return the part of each chosen parameter, in the model's order.
+
+    Raises:
+        ValueError: in one line, for parameters that cannot be trained here, or without the others.
+    """
+    parts: dict[Tensor, Part] = {}
+    for name, param in host.model.named_parameters():
+        if param in chosen:
+            parts[param] = Part(name, _trainable(name, param), host)
+    if unknown := chosen - parts.keys():
+        raise ValueError(
+            f"{len(unknown)} parameters of the optimizer are not the model's, such as one of "
+            f"{tuple(next(iter(unknown)).shape)}; pass those of the model after fully_shard"
+        )
+    for name, param in host.model.named_parameters():
+        if param.requires_grad and param not in chosen and isinstance(param, DTensor):
+            raise ValueError(f"{name}: {WITHOUT_OPTIMIZER}")
+    if len({param.dtype for param in parts}) > 1:
+        raise ValueError(
+            "trained parameters have several types; convert the model to one, and let "
+            "mp_policy choose the type of the computation"
+        )
+    return parts
+
+
 def _padded(rows: Tensor, width: int) -> Tensor:
     """Return rows of at least ``width`` elements, zero-padded where they are shorter."""
     missing = width - rows.shape[-1]
     return pad(rows, (0, missing)) if missing else rows
 
 
-def trainable(name: str, param: Tensor) -> DTensor:
+def _trainable(name: str, param: Tensor) -> DTensor:
     """Return a parameter that can be trained here; raise ValueError, in one line, for another."""
     if not isinstance(param, DTensor):
         raise ValueError(f"{name} is not sharded by FSDP2; give it an optimizer of its own")
