@@ -20,7 +20,6 @@ from zero_topo.topology.placements import Placement
 
 OF_DEEPSPEED: Mapping[str, str] = {
     "report": "call zero_topo.fsdp.report",
-    "lossy": 'name a scheme, such as "paper"',
 }
 """Keys that only a DeepSpeed engine reads, and what to do in their place."""
 
