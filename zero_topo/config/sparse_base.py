@@ -113,6 +113,11 @@ class SparseSync(SyncSettings):
     )
 
     @property
+    def keeps_residual(self) -> bool:
+        """Return whether there is error feedback."""
+        return self.error_feedback
+
+    @property
     def whole(self) -> bool:
         """Return whether elements are selected of all parameters."""
         return self.select == "all"

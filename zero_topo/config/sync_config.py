@@ -80,6 +80,11 @@ class SyncSettings(StrictModel):
         return None
 
     @property
+    def keeps_residual(self) -> bool:
+        """Return whether ranks store what they have not sent, and add it to the next step."""
+        return False
+
+    @property
     def whole(self) -> bool:
         """Return whether one collective carries all parameters, rather than runs of them as they
         are ready.
@@ -225,6 +230,11 @@ class QuantizedSync(SyncSettings):
         description='Bits per value on the wire. 8: next to one FP32 scale per block. "nf4": 4 '
         "bits in a codebook, in blocks of 64 with scales of one byte.",
     )
+
+    @property
+    def keeps_residual(self) -> bool:
+        """Return True: what rounding has lost is added to the next step."""
+        return True
 
     @property
     def spec(self) -> BlockSpec:

@@ -503,7 +503,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             entries[MASTER] = part.as_dtensor(part.master.detach())
         if part.published is not None:
             entries[PUBLISHED] = part.as_dtensor(part.published)
-        if getattr(self.host.config.sync, "error_feedback", False):
+        if self.host.config.sync.keeps_residual:
             read = partial(_of_part, residuals or self._residuals, part)
             entries[RESIDUAL] = part.lazily(torch.float32, read)
         return entries
