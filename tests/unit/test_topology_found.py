@@ -263,7 +263,7 @@ def test_tiles_of_an_intel_gpu_are_devices_unless_it_is_one() -> None:
 
 
 def test_hidden_devices_leave_the_package_unknown() -> None:
-    """Three GCDs, of which two share a package: which, nobody can tell."""
+    """Three GCDs, of which two share a package: it is not known which."""
     assert package_of("0000:c6:00", 2, ["0000:c1:00", "0000:c6:00", "0000:c9:00"]) == ""
     assert package_of("0000:c6:00", 2, ["0000:c6:00"]) == ""
     assert package_of("", 2, []) == ""

@@ -59,7 +59,7 @@ def kernels(facts: Mapping[str, Any]) -> Iterator[Finding]:
             yield Finding(WARN, subject, text, COMPILE)
         else:
             text = f"{state}; runs use slower ones of torch or Triton instead"
-            yield Finding(WARN, subject, text, f"mend that, then {COMPILE}")
+            yield Finding(WARN, subject, text, f"fix that, then {COMPILE}")
 
 
 def compilers(facts: Mapping[str, Any]) -> Iterator[Finding]:

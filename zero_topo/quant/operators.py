@@ -35,7 +35,7 @@ BLOCKS_ONLY = (
     "updates of INT8 weights and sparse selection run as torch operators; "
     '"zero-topo build" compiles kernels for them'
 )
-"""What a user of Triton's kernels is told: they are of quantization, dequantization and sums."""
+"""The log line of Triton's kernels, which quantize, dequantize and sum."""
 OPS: Any = torch.ops.zero_topo
 
 _OWN = "Tensor masters, int[] own"
