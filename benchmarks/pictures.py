@@ -23,8 +23,19 @@ from zero_topo.units import format_bytes
 
 ROOT = Path(__file__).parents[1]
 RECORDS = Path(__file__).parent / "records"
-SHOWN = ("zero3", "zero++", "paper", "topo", "topo-q4", "codes-q4", "zero2-q4", "topo-ternary")
-"""Schemes of the emulated cluster that are drawn."""
+SHOWN = MappingProxyType(
+    {
+        "zero3": "zero3",
+        "zero++": "zero++",
+        "paper": "paper",
+        "topo": "topo",
+        "codes-q4": "topo, quantized",
+        "zero2-q4": "topo-zero2, quantized",
+        "topo-ternary": "topo, ternary",
+    }
+)
+"""Schemes of the emulated cluster that are drawn -> scheme and mode of sync, as a user writes
+them."""
 STOCK = "stock"
 WINDOW = 100
 """Steps of a mean in a picture of losses."""
@@ -86,13 +97,17 @@ def _series(name: str) -> int:
 def _step_bar(name: str, row: Mapping[str, Any]) -> Bar:
     step = row["step_s"]
     return Bar(
-        name, [(step["median"], _series(name))], f"{step['median']:.2f} s", step["min"], step["max"]
+        SHOWN.get(name, name),
+        [(step["median"], _series(name))],
+        f"{step['median']:.2f} s",
+        step["min"],
+        step["max"],
     )
 
 
 def _sent_bar(name: str, row: Mapping[str, Any]) -> Bar:
     sent = row["uplink_bytes_per_step_per_node"]
-    return Bar(name, [(sent, _series(name))], format_bytes(sent))
+    return Bar(SHOWN.get(name, name), [(sent, _series(name))], format_bytes(sent))
 
 
 def time() -> str:
@@ -109,7 +124,7 @@ def time() -> str:
         total = rows[name]["step_seconds"][-1]
         parts = [(phases.get(phase, 0.0), series) for phase, series in SERIES.items()]
         parts.append((total - sum(phases.values()), COMPUTING))
-        bars.append(Bar(name, parts, f"{total:.2f} s"))
+        bars.append(Bar(SHOWN[name], parts, f"{total:.2f} s"))
     picture.bars(bars)
     drawn = [phase for phase in SERIES if any(phase in rows[name]["phases"] for name in SHOWN)]
     picture.legend([*((NAMES[phase], SERIES[phase]) for phase in drawn), ("computing", COMPUTING)])
@@ -152,27 +167,6 @@ def losses(name: str, schemes: Mapping[str, str], title: str, change: str = "1e-
             apart.append(Line(schemes[scheme], index, differences))
     picture.lines(apart, "optimizer step", "{:+.1f}%", zero=True)
     return picture.svg()
-
-
-def resident() -> str:
-    """INT8 weights over 5,000 steps."""
-    schemes = {STOCK: "stock: unmodified DeepSpeed", "chaos": "chaos", "topo": "topo, INT8 weights"}
-    return losses(
-        "resident-5000",
-        schemes,
-        "Loss of training with INT8 weights over 5,000 steps, compared with stock",
-    )
-
-
-def sparse() -> str:
-    """Sparse sync over 3,000 steps."""
-    schemes = {STOCK: "stock: unmodified DeepSpeed", "chaos": "chaos"}
-    schemes |= {"ternary-node": "ternary sync", "oktopk-aged": "Ok-Topk with AgedAdamW"}
-    return losses(
-        "sparse-3000",
-        schemes,
-        "Loss of training with sparse sync over 3,000 steps, compared with stock",
-    )
 
 
 def long_defaults() -> str:
@@ -238,8 +232,6 @@ PICTURES: Mapping[str, Callable[[], str]] = MappingProxyType(
         "cluster": lambda: cluster(1),
         "cluster-8": lambda: cluster(8),
         "time": time,
-        "losses": resident,
-        "losses-sparse": sparse,
         "losses-long": long_defaults,
         "losses-long-sparse": long_sparse,
         "memory": memory,

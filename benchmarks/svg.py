@@ -16,7 +16,7 @@ from itertools import pairwise
 
 WIDTH = 600
 MARGIN = 16
-LABELS = 108
+LABELS = 144
 """Width of the column of labels."""
 VALUES = 92
 """Width of the column of values."""

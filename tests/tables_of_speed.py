@@ -9,44 +9,42 @@ from types import MappingProxyType
 from typing import Any
 
 from tests.documents import record, row
-from zero_topo.quant.spec import NF4
+from zero_topo.quant.spec import BLOCK, NF4
 from zero_topo.units import format_bytes
 
-# Processes that computed in the minute before, above the eight ranks of a run that just ended
-BUSY = 10
-
-
-COMPARED = ("zero3", "zero++", "paper", "topo", "topo-q4", "codes-q4", "zero2-q4")
-DENSE = (*COMPARED[:5], "topo-q4-gpu", *COMPARED[5:])
-TERNARY = ("topo-ternary", "node-ternary", "zero2-ternary")
-IN_SHORT = MappingProxyType(
+CLUSTER = MappingProxyType(
     {
-        **{name: f"`{name}`" for name in COMPARED[:4]},
-        "codes-q4": "`topo`, quantized `sync`",
-        "zero2-q4": "`topo-zero2`, quantized `sync`",
+        "zero3": "`zero3`",
+        "zero++": "`zero++`",
+        "paper": "`paper`",
+        "topo": "`topo`",
+        "codes-q4": "`topo`, `quantized`",
+        "zero2-q4": "`topo-zero2`, `quantized`",
+        "topo-ternary": "`topo`, `ternary`",
+        "zero2-ternary": "`topo-zero2`, `ternary`",
+        "topo-oktopk": "`topo`, `oktopk`",
+        "topo-radius": "`topo`, `radius`",
+        "topo-tagc": "`topo`, `tagc`",
+        "topo-scape": "`topo`, `scape`",
+        "all-reduce": "no block",
     }
 )
-"""The schemes of the README, as a user writes them."""
-SPARSE = ("topo-oktopk", "topo-radius", "topo-tagc", "topo-scape")
+"""Schemes of the record that are shown, as a user writes them; INT4 sync, of as many bytes as NF4,
+stands for quantized sync.
+"""
+IN_SHORT = ("zero3", "zero++", "paper", "topo", "codes-q4", "zero2-q4")
+"""The schemes of the README."""
 
 
-def cluster_rows(slowest: str, schemes: tuple[str, ...]) -> list[str]:
-    """A table of schemes on the emulated cluster, with one and eight micro-batches, from the record
-    committed.
-    """
-    optimizers = {
-        job["scheme"]: job["optimizer"] for job in record("cluster-t8")["settings"]["jobs"]
-    }
-    found, rows = _cluster(slowest=slowest), []
-    for name in schemes:
-        cells = [f"`{name}`", optimizers[name]]
+def cluster_rows() -> list[str]:
+    """The table of the emulated cluster, with one and eight micro-batches."""
+    found, rows = _cluster(), []
+    for name, words in CLUSTER.items():
+        cells = [words]
         for count in (1, 8):
             result, faster = found[name, count]
-            cells += [
-                format_bytes(result["uplink_bytes_per_step_per_node"]),
-                _spread(result),
-                faster,
-            ]
+            sent = format_bytes(result["uplink_bytes_per_step_per_node"])
+            cells += [sent, _spread(result), faster]
         rows.append(row(cells))
     return rows
 
@@ -54,45 +52,42 @@ def cluster_rows(slowest: str, schemes: tuple[str, ...]) -> list[str]:
 def cluster_rows_in_short() -> list[str]:
     """Medians of some schemes, with one and eight micro-batches."""
     found, rows = _cluster(), []
-    for name, words in IN_SHORT.items():
-        cells = [
-            (f"{_median(result):.2f} s", faster)
-            for result, faster in (found[name, count] for count in (1, 8))
-        ]
-        rows.append(row([words, *cells[0], *cells[1]]))
+    for name in IN_SHORT:
+        cells = [CLUSTER[name]]
+        for count in (1, 8):
+            result, faster = found[name, count]
+            cells += [f"{_median(result):.2f} s", faster]
+        rows.append(row(cells))
     return rows
 
 
-def muon_rows() -> list[str]:
-    """The table of Muon on the emulated cluster, from the record committed; steps of a busy machine
-    are left out.
+FSDP = MappingProxyType(
+    {
+        "fsdp-ring": "FSDP2",
+        "hsdp-fsdp-ring": "FSDP2, HSDP: sharded in a node, replicated between nodes",
+        "fsdp-paper": "`zero_topo.fsdp`, `paper`",
+        "fsdp-q4": "`zero_topo.fsdp`, `paper`, quantized `sync` and `publish`",
+    }
+)
+TENSOR = MappingProxyType(
+    {
+        "stock-ring": "DeepSpeed ZeRO-3",
+        "topo": "`topo`",
+        "stock-ring-tp2": "DeepSpeed ZeRO-3, TP",
+        "topo-tp2": "`topo`, TP",
+    }
+)
+
+
+def host_rows(name: str, shown: Mapping[str, str]) -> list[str]:
+    """A table of the emulated cluster with one micro-batch, from a record; the first scheme shown
+    is the baseline.
     """
-    content = record("cluster-t8-muon")
-    optimizers = {job["scheme"]: job["optimizer"] for job in content["settings"]["jobs"]}
-    busy = content["machine"]["load_average"][0] > BUSY
-    rows = []
-    for (name, count), (result, _) in _cluster("cluster-t8-muon").items():
+    found, rows = _cluster(name, next(iter(shown))), []
+    for scheme, words in shown.items():
+        result, faster = found[scheme, 1]
         sent = format_bytes(result["uplink_bytes_per_step_per_node"])
-        step = "-" if busy else f"{_median(result):.2f} s"
-        rows.append(row([str(count), f"`{name}`", optimizers[name], sent, step]))
-    return rows
-
-
-def fsdp_rows() -> list[str]:
-    """The table of FSDP2 on the emulated cluster, with one micro-batch, from the record."""
-    rows = []
-    for (name, _), (result, faster) in _cluster("cluster-t8-fsdp", "fsdp").items():
-        sent = format_bytes(result["uplink_bytes_per_step_per_node"])
-        rows.append(row([f"`{name}`", sent, _spread(result), faster]))
-    return rows
-
-
-def tensor_rows() -> list[str]:
-    """The table of tensor parallelism on the emulated cluster, from the record."""
-    rows = []
-    for (name, count), (result, faster) in _cluster("cluster-t8-tensor", "stock-ring").items():
-        sent = format_bytes(result["uplink_bytes_per_step_per_node"])
-        rows.append(row([str(count), f"`{name}`", sent, _spread(result), faster]))
+        rows.append(row([words, sent, _spread(result), faster]))
     return rows
 
 
@@ -118,7 +113,8 @@ def _cluster(
 def quantizer_rows(name: str) -> list[str]:
     """The table of the kernels' speed, from a record committed."""
     results = record(name)["results"]
-    single = [row for row in results if row["threads"] == 1]
+    blocks = (NF4.block_size, BLOCK)
+    single = [row for row in results if row["threads"] == 1 and row["block_size"] in blocks]
 
     def cell(row: dict[str, Any]) -> str:
         return f"{row['gb_per_s']:.1f} ({row['memcpy_ratio']:.2f})"
@@ -140,15 +136,8 @@ def quantizer_rows(name: str) -> list[str]:
     return rows
 
 
-def scale_rows() -> list[str]:
-    """The table of launches, from the record committed."""
-    results = record("scale")["results"]
-    found = {(row["scheme"], row["ranks"]): row["launches_per_parameter"] for row in results}
-    return [
-        f"| `{scheme}` | {' | '.join(f'{found[scheme, ranks]:.1f}' for ranks in (16, 384, 75264))} "
-        "|"
-        for scheme in dict.fromkeys(row["scheme"] for row in results)
-    ]
+REMOVED = "INT4 sync and publish"
+"""In the names of rows that no block asks for any more."""
 
 
 def gpu_parity_rows() -> list[str]:
@@ -156,7 +145,11 @@ def gpu_parity_rows() -> list[str]:
     committed.
     """
     cases = record("gpu-parity")["cases"]
-    return [row([case["case"], f"{case['difference']:.1e}"]) for case in cases]
+    return [
+        row([case["case"], f"{case['difference']:.1e}"])
+        for case in cases
+        if REMOVED not in case["case"]
+    ]
 
 
 def gpu_large_rows() -> list[str]:
@@ -165,6 +158,8 @@ def gpu_large_rows() -> list[str]:
     stock = schemes["unmodified ZeRO-3"]["tokens_per_s"]
     rows = []
     for name, found in schemes.items():
+        if REMOVED in name:
+            continue
         step = found["step_seconds"]
         spread = f"{step['median']:.2f} s ({step['min']:.2f} - {step['max']:.2f})"
         speed = found["tokens_per_s"]
@@ -185,49 +180,22 @@ def gpu_h100_rows() -> list[str]:
     return rows
 
 
-def gpu_time_rows() -> list[str]:
-    """What schemes add to the model's own time on the device, one rank of 384, from the record
-    committed.
-    """
-    schemes = record("gpu-times")["schemes"]
-    own = schemes["model"]["device_ms"]
-    rows = []
-    for name, found in schemes.items():
-        if name == "model":
-            continue
-        added = [found["device_ms"][phase]["median"] - own[phase]["median"] for phase in own]
-        rows.append(
-            row([f"`{name}`", *(f"{value:.1f}" for value in added), str(found["launches"] // 2)])
-        )
-    return rows
-
-
 def _median(result: Any) -> float:
     return float(result["step_s"]["median"])
 
 
-def _floor(result: Any) -> float:
-    return float(result["floor_s"]["serial"])
-
-
 SPEEDS: Mapping[str, Callable[[], list[str]]] = MappingProxyType(
     {
-        "cluster": partial(cluster_rows, "zero3", (*DENSE, *TERNARY)),
+        "cluster": cluster_rows,
         "cluster, short": cluster_rows_in_short,
-        "cluster, sparse": partial(
-            cluster_rows, "all-reduce", ("all-reduce", *DENSE[3:], *TERNARY, *SPARSE)
-        ),
-        "cluster, muon": muon_rows,
-        "cluster, fsdp": fsdp_rows,
-        "cluster, tensor": tensor_rows,
+        "cluster, fsdp": partial(host_rows, "cluster-t8-fsdp", FSDP),
+        "cluster, tensor": partial(host_rows, "cluster-t8-tensor", TENSOR),
         "quantizers": partial(quantizer_rows, "quantizers-cpu"),
         "quantizers, AVX2": partial(quantizer_rows, "quantizers-avx2"),
         "quantizers, GPU": partial(quantizer_rows, "quantizers-gpu"),
         "gpu, parity": gpu_parity_rows,
         "gpu, large": gpu_large_rows,
         "gpu, H100": gpu_h100_rows,
-        "gpu, times": gpu_time_rows,
-        "scale": scale_rows,
     }
 )
 """By the name in the page's comment: the rows that the record gives."""

@@ -83,7 +83,7 @@ WRONG_BENCHMARKS = {
     "convergence --more": "name the record to go on with: --record FILE",
     "convergence --more --record README.md": "record README.md: Expecting value",
     "convergence --more --record "
-    "benchmarks/records/scale.json": "was not written by python -m benchmarks convergence",
+    "benchmarks/records/cluster-t8.json": "was not written by python -m benchmarks convergence",
     "scale --ranks 12": "12 ranks fill no nodes of 8",
     "scale --schemes stock": "'stock' is measured on real ranks",
     "scale --schemes topoo": "unknown scheme 'topoo'",

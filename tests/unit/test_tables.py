@@ -18,13 +18,8 @@ from zero_topo.topology import preset_names
 from zero_topo.topology.presets import load_preset
 
 RECORDS = [
-    *("convergence", "muon-4"),
-    *(
-        f"sparse-{of}"
-        for of in ("training", "feedback", "rates", "rates-above", "rates-aged", "denser-8")
-    ),
-    *(f"sparse-{of}" for of in ("20m", "3000", "fragments", "feedback-4", "feedback-8")),
-    *(f"sparse-{of}-{nodes}" for of in ("aged", "sharded", "ternary") for nodes in (2, 4, 8)),
+    *("formats-defaults", "formats-sync"),
+    *(f"sparse-nodes-{nodes}{part}" for nodes in (8, 48) for part in ("", "-others", "-scape")),
 ]
 
 
