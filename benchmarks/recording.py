@@ -18,7 +18,6 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks import records
-from zero_topo.cli.options import Force
 from zero_topo.cli.output import print_json
 from zero_topo.observe.files import check_file
 from zero_topo.observe.runlog import new_run_folder
@@ -36,7 +35,7 @@ class Outputs:
     record: Annotated[
         Path | None, typer.Option(help="File for the record; default: a new folder under runs/.")
     ] = None
-    force: Force = False
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file of --record.")] = False
 
 
 def measure(

@@ -32,7 +32,7 @@ QUICK = (
     "cost_memory",
     "quant_reference",
     "units",
-    "migrate",
+    "stock_keys",
 )
 """Tests of tests/unit that ask about the package's behaviour and not about its sources."""
 

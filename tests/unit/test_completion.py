@@ -41,7 +41,7 @@ def test_bash_completes_options(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "offered"),
     [
-        ("mig", {"migrate"}),
+        ("top", {"topology"}),
         ("plan --machine dgx-", {"dgx-a100", "dgx-h100"}),
         ("plan --model gpt-neox-2", {"gpt-neox-2.7b", "gpt-neox-20b"}),
     ],

@@ -27,7 +27,6 @@ COMMANDS = (
     "topology",
     "plan",
     "check",
-    "migrate",
     "report",
     "carry",
     "doctor",

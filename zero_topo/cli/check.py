@@ -60,7 +60,8 @@ def check(
             raise ValueError('has no "zero_topo" block; add one, such as "zero_topo": {}')
         found, notes = _machine(block, loaded, machine, nodes, ranks)
     clipping = default_clipping(installed("deepspeed") or SUPPORTED["deepspeed"].pinned)
-    notes += [*translate(loaded, optimizer=True).lines, *muon_clipping(loaded, clipping)]
+    translated = translate(loaded, optimizer=True)
+    notes += [*translated.lines, *muon_clipping(loaded, clipping)]
     notes += deepspeed_hints(loaded)
     tree = tree_of(found, tensor_of(loaded))
     resolved = None
@@ -85,7 +86,15 @@ def check(
     if as_json:
         plan = None if resolved is None else replace(resolved, notes=()).to_json()
         costs = None if cost is None else costs_json(cost)
-        print_json({"topology": found.to_json(), "plan": plan, "cost": costs, "notes": notes})
+        print_json(
+            {
+                "config": translated.config,
+                "topology": found.to_json(),
+                "plan": plan,
+                "cost": costs,
+                "notes": notes,
+            }
+        )
         return
     print(f"{render_tree(found)}\n")
     if cost is not None:

@@ -37,6 +37,3 @@ Ranks = Annotated[
     str | None, typer.Option("--ranks", "--world-size", metavar="N", help="Number of ranks.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")]
-Force = Annotated[
-    bool, typer.Option("--force", help="Overwrite a file even if this command did not write it.")
-]

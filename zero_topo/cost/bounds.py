@@ -115,7 +115,7 @@ def _bounds(sent: list[Sent], job: Job, machine: Topology) -> Bounds | None:
 def _sent(config: ResolvedConfig, job: Job, machine: Topology) -> Iterator[Sent]:
     """Yield what a rank sends in each collective of a step."""
     buckets = -(-job.work.params // max(1, job.bucket))
-    for phase, times, moves in collectives(config, job.work, stock=False):
+    for phase, times, moves in collectives(config, job.work):
         parts = len(job.part.module_sizes) if phase.startswith("gather") else buckets
         for move in moves:
             if move.sent:

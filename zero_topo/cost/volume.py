@@ -19,14 +19,6 @@ Note [Sizes]
     after one message with the number of blocks of each run that are sent whole. Hierarchical
     collectives (``plan.py``) forward messages unchanged.
 
-Note [Stock bytes]
-    Stock DeepSpeed gathers in one collective, not hierarchically. A quantized reduction is
-    hierarchical; on one node it is not quantized. hpZ stores its secondary copy in 16 bits, in
-    whatever format it is sent. LoCo stores the error of INT4 in INT8: of the whole gradient before
-    the reduction inside the node, and of the node's share before that between nodes. DeepSpeed's
-    scales, one for thousands of elements, are counted as zero_topo's, one for 256, which is 1.6%
-    too many bytes for INT8.
-
 Note [Expected changes]
     The bytes of a publish depend on which INT8 weights change (``quant/spec.py``), hence on the
     data. In a matrix whose weights have the standard deviation ``sigma``, the share
@@ -45,19 +37,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import compress
 from math import ceil, comb
 from typing import Any, TypeVar
 
-from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
-from zero_topo.config.parts import ROOT
-from zero_topo.config.stock_keys import LOCO, MICS, QUANTIZED_GRADIENTS, ZERO, translate
+from zero_topo.config import ResolvedConfig
 from zero_topo.config.sync_config import Move, gather_moves, reduce_moves, rows_message
 from zero_topo.plan import Phase, Plan, coded_params, packed_runs
 from zero_topo.quant.spec import BlockSpec, ChangeSpec
-from zero_topo.topology.model import Topology
 
 Key = tuple[str, str]
 Moves = Sequence[Move]
@@ -201,60 +190,26 @@ class Workload:
         )
 
 
-# -- DeepSpeed itself ------------------------------------------------------------------------------
-
-
-def stock_config(active: Mapping[str, object], topology: Topology) -> ResolvedConfig:
-    """Return the plan with the degrees and formats of stock keys; see Note [Stock bytes].
-
-    Args:
-        active: the keys that are switched on (:func:`~zero_topo.config.stock_keys.switched_on`).
-        topology: the machine.
-
-    Raises:
-        ValueError: if they do not fit it.
-    """
-    zero = {key: value for key, value in active.items() if key != LOCO}
-    block = {} if MICS in active else {"scheme": "zero3"}
-    translated = translate({ROOT: block, ZERO: zero}).config[ROOT]
-    config = resolve_config(ZeroTopoConfig.parse(translated), topology)
-    return config if topology.nodes > 1 else replace(config, gradients_spec=None)
-
-
-def loco_bytes(active: Mapping[str, object], work: Workload, topology: Topology) -> int:
-    """Return the bytes of LoCo's residuals; 0 if LoCo is not switched on, or gradients are not
-    quantized.
-    """
-    on = (
-        LOCO in active
-        and QUANTIZED_GRADIENTS in active
-        and MICS not in active
-        and topology.nodes > 1
-    )
-    return sum(work.numels) + sum(work.numels) // topology.ranks_per_node if on else 0
-
-
-def step_bytes(config: ResolvedConfig, work: Workload, stock: bool = False) -> dict[Key, int]:
+def step_bytes(config: ResolvedConfig, work: Workload) -> dict[Key, int]:
     """Return the bytes one rank sends per optimizer step, as the meter counts them (for Muon: on
     average).
 
     Args:
         config: plan and wire formats.
         work: the model and the step.
-        stock: whether DeepSpeed's own engine sends them.
 
     Returns:
         ``(phase, domain) -> bytes``; entries of zero bytes are left out. See Note [What counts as
         sent].
     """
     sent: Counter[Key] = Counter()
-    for phase, times, moves in collectives(config, work, stock):
+    for phase, times, moves in collectives(config, work):
         for move in moves:
             sent[phase, config.topology.domain(move.hi)] += times * move.sent
     return {key: nbytes for key, nbytes in sent.items() if nbytes}
 
 
-def collectives(config: ResolvedConfig, work: Workload, stock: bool) -> Iterator[Collectives]:
+def collectives(config: ResolvedConfig, work: Workload) -> Iterator[Collectives]:
     """Yield the collectives of an optimizer step."""
     plan = config.plan
     coded = work.coded(config)
@@ -262,19 +217,18 @@ def collectives(config: ResolvedConfig, work: Workload, stock: bool) -> Iterator
 
     def of(phase: Phase, part: Iterable[int], itemsize: int, message: int | None = None) -> Moves:
         shards = [trained[param_index] for param_index in part]
-        return phase_moves(config, phase, shards, itemsize, stock, message)
+        return phase_moves(config, phase, shards, itemsize, message)
 
-    yield from _gathers(config, work, stock)
+    yield from _gathers(config, work)
     if work.frozen is not None:
-        yield from _gathers(config, work.frozen, stock, frozen=True)
-    all_reduces = stock and any(work.whole)  # twice a reduce-scatter
+        yield from _gathers(config, work.frozen, frozen=True)
     for itemsize, part in work.by_itemsize(work.scatter_itemsize):
-        yield "scatter", work.micro_batches * (1 + all_reduces), of("scatter", part, itemsize)
+        yield "scatter", work.micro_batches, of("scatter", part, itemsize)
     param_indices = range(len(work.numels))
     limit = config.sync.run_numel(work.run_numel, work.params)
     for run in param_runs(plan, work, param_indices, limit):
         yield "sync", 1, of("sync", run, work.sync_itemsize)
-    yield "matrices", 1, matrix_moves(plan, work.of_muon(), work.scatter_itemsize, stock)
+    yield "matrices", 1, matrix_moves(plan, work.of_muon(), work.scatter_itemsize)
     plain = [i for i in param_indices if not coded[i]]
     for run in param_runs(plan, work, plain, work.run_numel):
         yield "publish", 1, of("publish", run, work.itemsize)
@@ -286,14 +240,12 @@ def collectives(config: ResolvedConfig, work: Workload, stock: bool) -> Iterator
         yield "publish", 1, of("publish", run, work.itemsize, message)
 
 
-def _gathers(
-    config: ResolvedConfig, of: Workload, stock: bool, frozen: bool = False
-) -> Iterator[Collectives]:
+def _gathers(config: ResolvedConfig, of: Workload, frozen: bool = False) -> Iterator[Collectives]:
     """Yield the gathers of trained or of frozen parameters."""
     own = config.of_frozen() if frozen else config
     # After the first forward pass both read the captured copy (Note [Frozen] in
     # `engine/weights.py`).
-    captured = frozen and own.captured and not stock
+    captured = frozen and own.captured
     stored = list(zip(of.shards(config.plan), of.coded(config), strict=True))
     for itemsize, part in of.by_itemsize(of.itemsize):
         sharded = [stored[i] for i in part if not of.persistent[i]]
@@ -302,10 +254,10 @@ def _gathers(
             passes.append("gather_backward")
         for phase in passes:
             read: Phase = "gather_backward" if captured else phase
-            yield phase, of.micro_batches, phase_moves(own, read, sharded, itemsize, stock)
+            yield phase, of.micro_batches, phase_moves(own, read, sharded, itemsize)
     if of.trains:
         exact = list(compress(stored, of.persistent))
-        yield "gather_exact", 1, phase_moves(config, "gather_exact", exact, of.itemsize, stock)
+        yield "gather_exact", 1, phase_moves(config, "gather_exact", exact, of.itemsize)
 
 
 def param_runs(
@@ -326,7 +278,6 @@ def phase_moves(
     phase: Phase,
     shards: Sequence[tuple[int, bool]],
     itemsize: int,
-    stock: bool,
     published: int | None = None,
 ) -> Moves:
     """Return what a rank sends in one pass of a phase over some parameters.
@@ -336,13 +287,10 @@ def phase_moves(
         phase: one of ``plan.PHASES``.
         shards: of each parameter, the elements of a world shard, and whether it is stored as INT8.
         itemsize: bytes per element where nothing is quantized.
-        stock: whether DeepSpeed's own engine sends; it is hierarchical only in a quantized scatter.
         published: bytes of a message in a publish of INT8 weights; None expects those of
             :func:`change_bytes`.
     """
     plan = config.plan
-    if stock and not (phase == "scatter" and config.gradients_spec is not None):
-        plan = replace(plan, inner=None)
     pair = plan.pair_of(phase)
     codes = config.resident_spec
     rows = plan.world_size // pair[1]
@@ -366,17 +314,14 @@ def phase_moves(
     return gather_moves(plan, pair, message)
 
 
-def matrix_moves(plan: Plan, numels: Iterable[int], itemsize: int, stock: bool) -> Sequence[Move]:
+def matrix_moves(plan: Plan, numels: Iterable[int], itemsize: int) -> Sequence[Move]:
     """Return what a rank sends for Muon's matrices of ``numels`` elements, each ``itemsize`` bytes.
 
     Each matrix's parts go to its owner and back. Owners send more back than others; this is the
-    mean of the ranks. Stock gathers the gradients, the momenta, the updates and the new momenta,
-    each on all ranks.
+    mean of the ranks.
     """
-    degree = plan.world_size if stock else plan.optimizer
+    degree = plan.optimizer
     parts = plan.world_size // degree * sum(map(plan.shard_numel, numels)) * itemsize
-    if stock:
-        return [Move(1, degree, parts * (degree - 1))] * 4
     return [Move(1, degree, 2 * parts * (degree - 1) // degree)]
 
 

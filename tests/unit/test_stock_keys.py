@@ -1,14 +1,11 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's keys for ZeRO++, LoCo and MiCS: what they become, what contradicts them, and what
-that costs.
-"""
+"""DeepSpeed's keys for ZeRO++, LoCo and MiCS: what they become, and what contradicts them."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 from argparse import Namespace
-from dataclasses import replace
 from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
@@ -19,13 +16,10 @@ from hypothesis import strategies as st
 
 from tests.commands import Run
 from tests.launching import ROOT as CHECKOUT
-from tests.plans import printed, resolve
+from tests.plans import printed
 from zero_topo.config import ZeroTopoConfig, deepspeed_problems
 from zero_topo.config.stock_keys import KEYS, ZERO, switched_on, translate
-from zero_topo.cost import Workload, memory_bytes, step_bytes
 from zero_topo.cost.rule import before_a_model
-from zero_topo.cost.volume import loco_bytes, stock_config
-from zero_topo.topology import Topology
 from zero_topo.topology.presets import load_preset
 
 ZEROPP = {
@@ -35,7 +29,6 @@ ZEROPP = {
 }
 LOCO = {"zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}}
 INT8_COPY = {"weights": "int8", "secondary": "int8"}
-DGX = Topology("dgx", nodes=4, gpus_per_node=8, ranks_per_gpu=1)
 
 
 def stock(block: Any = None, **zero: Any) -> dict[str, Any]:
@@ -43,7 +36,7 @@ def stock(block: Any = None, **zero: Any) -> dict[str, Any]:
     return {ZERO: {"stage": 3, **zero}, **({} if block is None else {"zero_topo": block})}
 
 
-MIGRATED = {
+TRANSLATED = {
     "zero++": (
         ZEROPP,
         {"scheme": "zero++", "secondary": 8, "quantize": {**INT8_COPY, "gradients": "int4"}},
@@ -51,13 +44,13 @@ MIGRATED = {
     "hpz": ({"zero_hpz_partition_size": 8.0}, {"scheme": "zero3", "secondary": 8}),
     "qwz": (
         {"zero_quantized_weights": "true"},
-        {"scheme": "zero3", "quantize": {"weights": "int8"}},
+        {"quantize": {"weights": "int8"}},
     ),
     "nothing": (
         {"zero_hpz_partition_size": 1, "zero_quantized_weights": False},
-        {"scheme": "zero3"},
+        {},
     ),
-    "auto": (dict.fromkeys(ZEROPP, "auto"), {"scheme": "zero3"}),
+    "auto": (dict.fromkeys(ZEROPP, "auto"), {}),
     "loco": (
         {"zero_quantized_gradients": True, **LOCO},
         {
@@ -73,32 +66,29 @@ MIGRATED = {
         {"mics_shard_size": 4, "mics_hierarchical_params_gather": True},
         {"weights": 4, "gradients": 4, "optimizer": 4},
     ),
-    "mics off": ({"mics_shard_size": -1}, {"scheme": "zero3"}),
+    "mics off": ({"mics_shard_size": -1}, {}),
 }
 
 
-@pytest.mark.parametrize(("zero", "block"), MIGRATED.values(), ids=list(MIGRATED))
-def test_migrate_writes_a_config_that_does_the_same_and_that_check_accepts(
+@pytest.mark.parametrize(("zero", "block"), TRANSLATED.values(), ids=list(TRANSLATED))
+def test_check_shows_the_config_of_an_empty_block(
     zero: dict[str, Any], block: dict[str, Any], run: Run, tmp_path: Path
 ) -> None:
-    """On 8 and on 384 ranks; no key with an effect is left for DeepSpeed, and none that 0.19.8
-    refuses.
+    """No key with an effect is left for DeepSpeed, and none that 0.19.8 refuses; the config that is
+    shown is valid on 8 and on 384 ranks.
     """
-    before, after = tmp_path / "before.json", tmp_path / "after.json"
+    path = tmp_path / "ds.json"
     settings = {
         "train_micro_batch_size_per_gpu": 1,
         "timers": {"throughput": {"synchronized": False}},
     }
-    before.write_text(json.dumps({**settings, **stock(**zero)}))
-    status, out, err = run("migrate", str(before), "--output", str(after))
-    assert (status, err) == (0, "") and f"wrote {after}" in out
-    written = json.loads(after.read_text())
-    assert written["zero_topo"] == block and switched_on(written) == {}
-    assert not {"mics_shard_size", "zeropp_loco_param"} & set(written[ZERO])
+    path.write_text(json.dumps({**settings, **stock({}, **zero)}))
+    shown = printed(run, "check", str(path), "--machine", "frontier", "--ranks", "8")["config"]
+    assert shown["zero_topo"] == block and switched_on(shown) == {}
+    assert not {"mics_shard_size", "zeropp_loco_param"} & set(shown[ZERO])
+    path.write_text(json.dumps(shown))
     for ranks in ("8", "384"):
-        written["zero_topo"]["topology"] = "frontier"
-        after.write_text(json.dumps(written))
-        status, out, err = run("check", str(after), "--world-size", ranks)
+        status, out, err = run("check", str(path), "--machine", "frontier", "--ranks", ranks)
         assert (status, err) == (0, "") and out.endswith("ok\n")
 
 
@@ -253,105 +243,11 @@ def test_deepspeed_gets_the_config_without_the_keys(
     assert len(said) == 3, "another rank says nothing"
 
 
-# -- costs -----------------------------------------------------------------------------------------
-
-
-def test_what_stock_zeropp_holds_and_sends_is_what_the_paper_says() -> None:
-    """Of 2 psi bytes: half for INT8 forward over the world, half backward inside the node, a
-    quarter for gradients.
-    """
-    numel = 2**25
-    config, work = stock_config(ZEROPP, DGX), Workload.uniform([numel])
-    stored = memory_bytes(replace(config, secondary_spec=None), work, 2)
-    assert (stored["weights"], stored["secondary"]) == (numel // 16, numel // 4)
-    sent, scales = step_bytes(config, work, stock=True), 1 + 4 / 256
-    assert sent["gather_forward", "world"] == pytest.approx(numel * 31 / 32 * scales)
-    assert sent["gather_backward", "node"] == pytest.approx(numel * 7 / 8 * scales)
-    assert sent["scatter", "node"] == pytest.approx(numel / 2 * 7 / 8 * (1 + 8 / 256))
-    assert sent["scatter", "world"] == pytest.approx(numel / 16 * 3 / 4 * (1 + 8 / 256))
-
-
-def test_stock_quantizes_no_gradients_on_one_node_and_loco_keeps_them_in_int8() -> None:
-    """As DeepSpeed 0.18 does."""
-    numel = 2**25
-    work = Workload.uniform([numel])
-    one = Topology("dgx", nodes=1, gpus_per_node=8, ranks_per_gpu=1)
-    plain = step_bytes(resolve(one, scheme="zero3"), work)
-    assert (
-        step_bytes(stock_config({"zero_quantized_gradients": True}, one), work, stock=True) == plain
-    )
-    loco = {"zero_quantized_gradients": True, **LOCO}
-    assert loco_bytes(loco, work, DGX) == numel + numel // 8 and loco_bytes(loco, work, one) == 0
-
-
-def test_migrate_shows_bytes_and_memory_before_and_after(run: Run, tmp_path: Path) -> None:
-    """For the config's own micro-batches; a machine that is not named is asked for."""
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps({"gradient_accumulation_steps": 4, **stock(**ZEROPP, **LOCO)}))
-    words = ("migrate", str(path), "--machine", "dgx-h100", "--nodes", "4", "--params", "13B")
-    report = printed(run, *words)
-    costs = report["costs"]
-    assert set(costs) == {"before", "after", "empty"}
-    before, after = (sum(costs[row]["memory"].values()) for row in ("before", "after"))
-    assert after < before and costs["before"]["memory"]["residual"] > 13 * 10**9
-    assert costs["before"]["at_most_s"] is None and costs["after"]["at_most_s"] > 0
-    out = run(*words)[1]
-    assert "…" not in out
-    assert json.loads("{" + out.partition("\n{")[2]) == report["config"]
-    status, out, _ = run("migrate", str(path))
-    assert status == 0 and "give --machine" in out
-
-
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({ZERO: {"stage": 2}}, f"{ZERO}.stage = 2"),
-        (stock({"secondary": "node"}, **ZEROPP), "remove one of the two"),
-        (stock(offload_param={"device": "nvme"}), "parameter offload is not supported"),
-    ],
-)
-def test_what_cannot_be_migrated_is_refused_and_nothing_is_written(
-    config: dict[str, Any], words: str, run: Run, tmp_path: Path
-) -> None:
-    before, after = tmp_path / "before.json", tmp_path / "after.json"
-    before.write_text(json.dumps(config))
-    status, _, err = run("migrate", str(before), "--output", str(after))
-    assert status == 2 and words in err and not after.exists()
-
-
-def test_the_new_config_is_written_over_nothing(run: Run, tmp_path: Path) -> None:
-    """Not over the config that is migrated, nor over another with a block, unless asked: any may be
-    the user's own.
-    """
-    before, after = tmp_path / "before.json", tmp_path / "after.json"
-    before.write_text(json.dumps(stock(**ZEROPP)))
-    assert run("migrate", str(before), "--output", str(after))[0] == 0
-    written = after.read_text()
-    after.write_text(json.dumps({"zero_topo": {"scheme": "paper"}}))
-    for file in (before, after):
-        kept = file.read_text()
-        status, _, err = run("migrate", str(before), "--output", str(file))
-        assert (
-            status == 2
-            and f"{file} exists" in err
-            and "--force" in err
-            and file.read_text() == kept
-        )
-    assert (
-        run("migrate", str(before), "--output", str(after), "--force")[0] == 0
-        and after.read_text() == written
-    )
-
-
-def test_a_config_of_ours_comes_back_as_it_was(run: Run) -> None:
-    path = CHECKOUT / "configs" / "topo.json"
-    assert printed(run, "migrate", str(path))["config"] == json.loads(path.read_text())
-
-
-def test_the_page_shows_what_migrate_does(run: Run, tmp_path: Path) -> None:
+def test_the_page_shows_what_becomes_of_a_config(run: Run, tmp_path: Path) -> None:
     """Its second config is what becomes of the first, and its table has every key."""
     text, path = (CHECKOUT / "docs/removed-features.md").read_text(), tmp_path / "ds.json"
     before, after = (json.loads(part.partition("```")[0]) for part in text.split("```json")[1:3])
-    path.write_text(json.dumps(before))
-    assert printed(run, "migrate", str(path))["config"] == after
+    path.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, **before}))
+    words = "check", str(path), "--machine", "dgx-h100", "--nodes", "4"
+    assert printed(run, *words)["config"] == {"train_micro_batch_size_per_gpu": 1, **after}
     assert [key for key in KEYS if key not in text] == []
