@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.console import figures_table, wide_console
 from benchmarks.emulated_cluster.spec import LEVELS, Spec
-from zero_topo.observe.console import figures_table, wide_console
 from zero_topo.plan import PHASES
 from zero_topo.units import format_bytes, format_seconds
 

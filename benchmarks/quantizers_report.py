@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from zero_topo.observe.console import figures_table, wide_console
+from benchmarks.console import figures_table, wide_console
 from zero_topo.units import format_bytes
 
 WIDTH = 96

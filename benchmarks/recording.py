@@ -19,7 +19,6 @@ from rich.progress import Progress
 
 from benchmarks import records
 from zero_topo.cli.output import print_json
-from zero_topo.observe.files import check_file
 from zero_topo.observe.runlog import new_run_folder
 
 FAILED = 1
@@ -58,7 +57,8 @@ def measure(
     Returns:
         The whole record.
     """
-    check_file(outputs.record, "", '"benchmark": ', outputs.force)
+    if outputs.record is not None and outputs.record.exists() and not outputs.force:
+        raise ValueError(f"{outputs.record} exists; give another name, or --force")
     content: dict[str, Any] = {}
     file = outputs.record
     try:

@@ -141,15 +141,6 @@ def read(kind: Any, what: str, data: object) -> Any:
         raise ValueError(describe(error, f"{what}: ")) from None
 
 
-def plain(text: str) -> str:
-    """Return the text with terminal control characters written as escapes."""
-    if text.isprintable():
-        return text
-    return "".join(
-        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
-    )
-
-
 def to_json(value: object) -> dict[str, Any]:
     """A JSON object from which :func:`read` builds an equal value, without fields at their
     default.

@@ -18,7 +18,7 @@ from zero_topo.observe.runlog import read_metrics, read_report
 
 
 def test_a_rank_trains_and_reports_without_any_extra(tmp_path: Path) -> None:
-    """No rich, typer or matplotlib; the page is made later, where matplotlib is."""
+    """No typer or matplotlib; the page is made later, where matplotlib is."""
     folder = tmp_path / "run"
     program = [sys.executable, str(ROOT / "tests/e2e/programs/bare.py"), str(folder)]
     said = output(
@@ -44,7 +44,6 @@ def test_a_rank_trains_and_reports_without_any_extra(tmp_path: Path) -> None:
     ("missing", "words", "extra"),
     [
         ("typer", "plan", "cli"),
-        ("rich", "plan", "cli"),
         ("matplotlib", "plan --plot x.png", "plot"),
     ],
 )

@@ -49,7 +49,6 @@ WRONG = {
     "plan --params 1B --machine frontier --ranks 8,16": "--ranks '8,16' is not a positive",
     "plan --params 1B --machine frontier --ranks 1e400": "more than 1,048,576",
     f"plan --params 1B {FRONTIER} --tensor-parallel 3": "3 tensor parallel ranks do not divide",
-    f"plan --params 1B {FRONTIER} --plot FOLDER/x.pdf": "only PNG",
     f"plan --params 1B {FRONTIER} --recommend": "--recommend",
     "topology --from frontir": "did you mean 'frontier'?",
     "topology --from no/such.json": "no/such.json",

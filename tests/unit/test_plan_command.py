@@ -55,8 +55,8 @@ def test_the_default_is_marked_with_its_reason(run: Run) -> None:
     ):
         status, out, err = run("plan", "--params", "13B", *where)
         assert (status, err) == (0, "")
-        rows = [line.split() for line in out.splitlines() if line.startswith(" ")]
-        marked = [row[0] for row in rows if row[1:2] == ["*"]]
+        rows = [line.split() for line in out.splitlines()]
+        marked = [row[0] for row in rows if row[1:2] == ["*"] and row[0] != "-"]
         assert marked == [default] and reason in out
         assert "…" not in out and "activations are recomputed; to keep them takes" in out
 

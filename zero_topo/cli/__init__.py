@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 
-EXTRAS: Mapping[str, str] = {"typer": "cli", "rich": "cli", "matplotlib": "plot"}
+EXTRAS: Mapping[str, str] = {"typer": "cli", "matplotlib": "plot"}
 """Package that a command may need -> the extra of zero_topo that installs it."""
 
 

@@ -13,13 +13,10 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from itertools import takewhile
 from typing import Annotated
 
 import typer
 
-from zero_topo.cli.output import only_json, plain_output
 from zero_topo.strict import cut
 from zero_topo.versions import installed
 
@@ -34,8 +31,6 @@ COMMANDS = (
     "launch",
 )
 
-JSON = "--json"
-NOT_OURS = "--"
 WRONG_INPUT = 2
 INTERRUPTED = 128 + 2  # the shell's number for SIGINT
 READER_GONE = 128 + 13  # and for SIGPIPE
@@ -75,7 +70,6 @@ def _common(
         raise typer.Exit
 
 
-@plain_output()
 def run(
     arguments: Sequence[str] | None = None,
     make: Callable[[str], typer.Typer] = build,
@@ -86,10 +80,8 @@ def run(
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        ours = list(takewhile(NOT_OURS.__ne__, words))
-        with only_json() if JSON in ours else nullcontext():
-            application = make(words[0] if words else "")
-            status = application(args=words or ["--help"], prog_name=program, standalone_mode=False)
+        application = make(words[0] if words else "")
+        status = application(args=words or ["--help"], prog_name=program, standalone_mode=False)
     except _CommandLineError as error:
         return _complain(error.format_message())  # type: ignore[attr-defined]
     except BrokenPipeError:  # the reader, such as head, has seen enough; spare the flush at exit

@@ -14,7 +14,7 @@ from zero_topo.cli.job import job_of_config, machine_of, model_of, tensor_of
 from zero_topo.cli.options import AsJson, Machine, ModelName, Nodes, Params, Ranks
 from zero_topo.cli.output import print_json, print_notes
 from zero_topo.cli.plan import machine_notes
-from zero_topo.cli.tables import LEGEND, costs_json, plans_table, show
+from zero_topo.cli.tables import LEGEND, costs_json, plans_table
 from zero_topo.config import (
     AUTO,
     ZeroTopoConfig,
@@ -31,6 +31,7 @@ from zero_topo.cost.bounds import Cost, cost_of
 from zero_topo.cost.rule import before_a_model, fewest_ranks, plan_for
 from zero_topo.cost.tensor import tree_of
 from zero_topo.doctor.refusals import deepspeed_refusals, unasked
+from zero_topo.observe.tables import table_text
 from zero_topo.topology import Topology, preset_names
 from zero_topo.topology.render import render_tree
 from zero_topo.versions import SUPPORTED, default_clipping, installed, installed_refusals
@@ -99,7 +100,8 @@ def check(
     print(f"{render_tree(found)}\n")
     if cost is not None:
         name = cost.config.scheme or (AUTO if is_automatic(block, tree) else "degrees")
-        show(plans_table({name: cost}, f"A step of {job.micro_batches} micro-batches"))
+        table = plans_table({name: cost}, f"A step of {job.micro_batches} micro-batches")
+        print(table_text(table))
         notes += LEGEND
     print_notes(notes)
     print("ok, with a warning" if any(note.startswith("warning") for note in notes) else "ok")

@@ -13,7 +13,6 @@ from zero_topo.cli.output import print_json
 from zero_topo.topology.presets import load_machine
 
 SICK = 1
-COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 def doctor(
@@ -28,30 +27,21 @@ def doctor(
     """Check for problems that make a run fail or slow. One line each, with the fix; exit status 1
     for a failure.
     """
-    from rich.console import Console
-    from rich.text import Text
-
     from zero_topo.doctor import FAIL, WARN, examine
     from zero_topo.doctor.variables import known_machine
-    from zero_topo.observe.console import PlainConsole
 
     if machine is not None:
         load_machine(machine)
     name = machine or known_machine()
-    console = PlainConsole(highlight=False)
-    # Torch takes seconds to import; shown on a terminal alone
-    with Console(stderr=True).status("looking around"):
-        findings = list(examine(name))
+    findings = list(examine(name))
     states = [finding.state for finding in findings]
     if as_json:
         rows = [asdict(finding) for finding in findings]
         print_json({"machine": name, "findings": rows, "failed": states.count(FAIL)})
     else:
         for finding in findings:
-            state = (f"{finding.state:<4}", COLOURS[finding.state])
-            text = Text.assemble(state, f"  {finding.subject}: {finding.line()}")
-            console.print(text, soft_wrap=True)
-        console.print(
+            print(f"{finding.state:<4}  {finding.subject}: {finding.line()}")
+        print(
             f"{len(findings)} checks: {states.count(WARN)} warnings, {states.count(FAIL)} failures"
         )
     if FAIL in states:

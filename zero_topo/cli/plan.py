@@ -13,7 +13,7 @@ import typer
 from zero_topo.cli.job import machine_of, model_of
 from zero_topo.cli.options import AsJson, Machine, ModelName, Nodes, Params, Ranks
 from zero_topo.cli.output import print_json, print_notes
-from zero_topo.cli.tables import LEGEND, costs_json, plans_table, show
+from zero_topo.cli.tables import LEGEND, costs_json, plans_table
 from zero_topo.config import AUTO, SCHEMES, ZeroTopoConfig, is_automatic, resolve_config
 from zero_topo.config.schemes import DEFAULT_SCHEME
 from zero_topo.cost.bounds import Cost, cost_of, rates_of
@@ -21,7 +21,7 @@ from zero_topo.cost.job import Job
 from zero_topo.cost.memory import activation_bytes
 from zero_topo.cost.rule import choose, plan_for, usable
 from zero_topo.cost.tensor import tree_of
-from zero_topo.observe.files import PLANS, check_file
+from zero_topo.observe.tables import table_text
 from zero_topo.topology import Topology
 from zero_topo.topology.discover import ALONE
 from zero_topo.topology.presets import assumptions
@@ -54,7 +54,6 @@ def plan(
 
     Training is in 16 bits with Adam. For the settings of a DeepSpeed config use check.
     """
-    check_file(plot, ".png", PLANS)
     found = machine_of(machine, nodes, ranks)
     shape = model_of(model, params)
     if shape is None:
@@ -82,7 +81,8 @@ def plan(
     size = f"{found.nodes} x {found.gpus_per_node} x {found.ranks_per_gpu}"
     title = f"{shape.params:,} parameters on {found.name}: {size} = {found.world_size} ranks"
     rows = {f"{name} *" if name == default else name: cost for name, cost in costs.items()}
-    show(plans_table(rows, f"{title}, micro-batches a step: {micro_batches}"))
+    table = plans_table(rows, f"{title}, micro-batches a step: {micro_batches}")
+    print(table_text(table))
     print_notes([f"* the default here; {job.describe()}", *LEGEND, *notes])
     if plot is not None:
         print(f"\nWritten: {plot}")
@@ -148,5 +148,4 @@ def _draw(path: Path, costs: Mapping[str, Cost]) -> None:
     from zero_topo.observe.plots import memory_bars
 
     rows = {name: cost.memory for name, cost in costs.items()}
-    # PNG puts the mark before the pixels
-    memory_bars(rows).savefig(path, dpi=200, metadata={"Creator": PLANS})
+    memory_bars(rows).savefig(path, dpi=200)

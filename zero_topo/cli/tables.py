@@ -6,18 +6,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rich.table import Table
-
 from zero_topo.config import ResolvedConfig
 from zero_topo.cost.bounds import Cost
 from zero_topo.cost.rule import usable
-from zero_topo.observe.console import figures_table, wide_console
-from zero_topo.observe.tables import bytes_or_dash
+from zero_topo.observe.tables import Table, bytes_or_dash
 from zero_topo.topology.model import LINKED_DOMAINS
 from zero_topo.units import format_bytes, format_seconds
 
-NARROWEST = 80
-WIDEST = 1000
 LEGEND = (
     "degrees: ranks that share weights/secondary/gradients/optimizer; memory at the peak of a step",
     "sent: by each rank in a step, over the links of a GPU, a node, and between nodes",
@@ -42,23 +37,17 @@ def plans_table(rows: Mapping[str, Cost], title: str) -> Table:
     """Plan by degrees, formats, memory, bytes by domain and the bounds of a step."""
     used = {domain for cost in rows.values() for domain in cost.sent_by_domain}
     domains = [domain for domain in LINKED_DOMAINS if domain in used]
-    columns = ["", "degrees", "quantizes", "memory", *domains, "at least", "at most"]
-    table = figures_table(columns, title, ("", "degrees", "quantizes"))
+    table = [("", "degrees", "quantizes", "memory", *domains, "at least", "at most")]
     for name, cost in rows.items():
         sent = [bytes_or_dash(cost.sent_by_domain.get(domain, 0)) for domain in domains]
         seconds = ["?", "?"]
         if cost.bounds is not None:
             seconds = [format_seconds(cost.bounds.at_least), format_seconds(cost.bounds.at_most)]
         memory = format_bytes(sum(cost.memory.values()))
-        table.add_row(
-            name,
-            degrees(cost.config),
-            ", ".join(sorted(cost.config.kinds)) or "-",
-            memory if _fits(cost) else f"{memory}!",
-            *sent,
-            *seconds,
-        )
-    return table
+        quantizes = ", ".join(sorted(cost.config.kinds)) or "-"
+        stored = memory if _fits(cost) else f"{memory}!"
+        table.append((name, degrees(cost.config), quantizes, stored, *sent, *seconds))
+    return {"title": title, "words": 3, "rows": table}
 
 
 def _fits(cost: Cost) -> bool:
@@ -71,11 +60,3 @@ def degrees(config: ResolvedConfig) -> str:
     return "/".join(
         "-" if degree is None else str(degree) for degree in config.plan.degrees().values()
     )
-
-
-def show(table: Table) -> None:
-    """Print a table to stdout, with no cell cut."""
-    console = wide_console(WIDEST)
-    console.width = max(NARROWEST, console.measure(table).maximum)
-    console.print(table)
-    console.print()

@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Sequence
 
-from zero_topo.cli.output import plain_output
 from zero_topo.neox.check import check
 from zero_topo.strict import cut
 
@@ -19,7 +18,6 @@ OF_CHECK = ("ranks", "machine", "model")
 """Options of ``zero-topo check``."""
 
 
-@plain_output()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return the exit status."""
     options = parser().parse_args(argv)

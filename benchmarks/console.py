@@ -1,30 +1,13 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Formats all output of zero_topo: tables of figures, and a console that is wide enough for
-them.
-"""
+"""Formats the output of benchmarks: tables of figures, and a console wide enough for them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
 from rich import box
 from rich.console import Console
-from rich.segment import Segment
 from rich.table import Table
-
-from zero_topo.strict import plain
-
-
-class PlainConsole(Console):
-    """A console that writes control characters of a text as escapes; its own, of colours, it
-    keeps.
-    """
-
-    def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
-        """Render an object, such as a table, to the segments that rich prints."""
-        for segment in super().render(renderable, options):
-            yield segment if segment.control else segment._replace(text=plain(segment.text))
 
 
 def figures_table(
@@ -55,6 +38,6 @@ def wide_console(width: int, console: Console | None = None) -> Console:
     """A console, by default of stdout, of at least so many columns: a cut number is worse than a
     broken line.
     """
-    console = console or PlainConsole(highlight=False)
+    console = console or Console(highlight=False)
     console.width = max(console.width, width)
     return console
