@@ -41,7 +41,7 @@ export DS_ACCELERATOR OMP_NUM_THREADS GLOO_SOCKET_IFNAME TORCH_EXTENSIONS_DIR
 help:
 	@echo 'make demo                    train the example on 8 ranks of this CPU for 70 seconds, then print its report (ARGS="--steps 50")'
 	@echo 'make test                    ruff, mypy and every test that does not take long'
-	@echo 'make test-long               those that do: trainings, frameworks, the whole matrix of features; more examples'
+	@echo 'make test-long               those that do: CONTRIBUTING.md lists them by kind; more examples'
 	@echo 'make test-fast               the tests that start no launcher or compiler (unit, ranks)'
 	@echo 'make test-launcher K=name    the tests of tests/launcher that match, on RANKS ranks of one launch'
 	@echo 'make test-hazards            break the package in each way of tests/hazards.md: a test must fail'
@@ -138,16 +138,15 @@ ops: $(STAMP)
 	@zero-topo build >/dev/null 2>&1 || true
 
 # Two workers for what runs in one process, and beside them programs and launches, which wait for each other's ranks most
-# of the time; their output comes when they end. Then what measures rates, one after the other.
+# of the time; their output comes when they end.
 test: lint unlock ops
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-workers test-programs
-	pytest $(PYTEST_ARGS) -m 'alone and not long' tests/e2e
 
 test-workers: ops
 	pytest $(PYTEST_ARGS) --numprocesses 2 --dist worksteal -m 'not long' tests/unit tests/ranks tests/kernels
 
 test-programs: unlock ops
-	pytest $(PYTEST_ARGS) -m 'not alone and not long' tests/e2e
+	pytest $(PYTEST_ARGS) -m 'not long' tests/e2e
 
 test-long: unlock ops
 	pytest $(PYTEST_ARGS) --numprocesses 2 --dist worksteal --hypothesis-profile=thorough tests/unit tests/ranks tests/kernels
@@ -173,7 +172,7 @@ test-coverage: ops $(VENV)/bin/coverage
 	pytest $(PYTEST_ARGS) --numprocesses 2 --dist worksteal -m 'not long' --cov=zero_topo --cov-context=test \
 		--cov-report= tests/unit tests/ranks tests/kernels
 	pytest $(PYTEST_ARGS) --cov=zero_topo --cov-append --cov-report=term:skip-covered tests/e2e/test_launcher_suite.py \
-		tests/e2e/test_measure.py tests/e2e/test_mpi.py --launcher-ranks=4 --launcher-k='not long and not eight_ranks'
+		tests/e2e/test_mpi.py --launcher-ranks=4 --launcher-k='not long and not eight_ranks'
 
 # DeepSpeed's tests have a time limit, in which two cores do not compile its Adam: minutes, once.
 test-deepspeed: unlock ops

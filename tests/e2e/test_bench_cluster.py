@@ -22,10 +22,9 @@ from benchmarks.emulated_cluster.counters import between
 from benchmarks.emulated_cluster.network import EmulatedNetwork
 from benchmarks.emulated_cluster.spec import LEVELS, MBIT, LinkRates, Spec
 from tests.launching import ROOT
-from tests.marks import late
 
 REASON = network.refusal()
-pytestmark = [pytest.mark.alone, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
+pytestmark = [pytest.mark.long, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 
 SPEC = Spec("tiny", 2, 2, 2, LinkRates(120, 80, 40))
 PAYLOAD = 2_500_000
@@ -74,7 +73,7 @@ def send(cluster: EmulatedNetwork, source: int, target: int) -> float:
     return seconds
 
 
-@pytest.mark.parametrize(("target", "level"), [(1, "gcd"), late(2, "gpu"), (4, "node")])
+@pytest.mark.parametrize(("target", "level"), [(1, "gcd"), (2, "gpu"), (4, "node")])
 def test_a_link_has_its_rate_and_counts(cluster: EmulatedNetwork, target: int, level: str) -> None:
     """Rank 0 reaches its GPU's other die, its node's other GPU and the other node at the rate of
     the slowest link.
@@ -109,7 +108,6 @@ def bench(folder: Path) -> list[str]:
     return [sys.executable, "-m", "benchmarks", "cluster", "--spec", str(path), *WORDS, *files]
 
 
-@pytest.mark.long
 def test_training_moves_the_bytes_of_the_formula(tmp_path: Path) -> None:
     """Stock with the ring, zero3 and topo, and two of them with TP 2 inside the GPU: the kernel
     counts on each uplink what the formulas say, and no drop. The pair sees the samples of both, so

@@ -14,6 +14,7 @@ from benchmarks.scale import PROGRAM
 from benchmarks.schemes import KNOWN
 from tests.launching import free_port
 
+pytestmark = pytest.mark.long
 PROGRAMS = "tests.e2e.programs.bench_ranks"
 
 

@@ -16,6 +16,8 @@ from tests.launching import ROOT, output, rank_alone
 from zero_topo.cli import main
 from zero_topo.observe.runlog import read_metrics, read_report
 
+pytestmark = pytest.mark.long
+
 
 def test_a_rank_trains_and_reports_without_any_extra(tmp_path: Path) -> None:
     """No typer or matplotlib; the page is made later, where matplotlib is."""

@@ -17,9 +17,12 @@ import pytest
 from tests.launching import ROOT
 from zero_topo.launch.machines import load_launch_machine, machine_names
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("flux") is None, reason="flux is not installed (no package of Debian 12)"
-)
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(
+        shutil.which("flux") is None, reason="flux is not installed (no package of Debian 12)"
+    ),
+]
 
 MACHINES = [
     name for name in machine_names() if load_launch_machine(name).scheduler in (None, "flux")

@@ -87,7 +87,6 @@ def test_the_example_trains_and_resumes_on_half_the_ranks(
 
 
 @pytest.mark.long
-@pytest.mark.alone
 def test_accelerate_trains_a_prepared_model(tmp_path: Path) -> None:
     """Accumulation, clipping, saving and loading by accelerate, on two nodes of two ranks: losses,
     norms and weights as of accelerate's own FSDP2.

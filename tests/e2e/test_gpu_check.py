@@ -23,12 +23,10 @@ from tests.gpu import __main__ as gpu_check
 from tests.gpu.__main__ import STAGES, Command, Stage, commands
 from tests.launching import ROOT, output
 
-FAST = 4  # the others train or are tests that run by themselves
+pytestmark = pytest.mark.long
 
 
-@pytest.mark.parametrize(
-    "stage", [pytest.param(s, marks=[] if s == FAST else [pytest.mark.long]) for s in STAGES]
-)
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_runs_on_the_cpu(stage: int) -> None:
     """Every command of its stand-in succeeds."""
     env = {**os.environ, "ZERO_TOPO_TEST_DEVICE": "cpu"}
@@ -77,7 +75,6 @@ def pack(package: Distribution, folder: Path) -> None:
         )
 
 
-@pytest.mark.long
 def test_it_installs_without_network_from_a_virtual_environment(tmp_path: Path) -> None:
     """Whose packages are torch, what that needs, and pip; next to a ``.venv`` that an earlier call
     left half made.

@@ -16,6 +16,7 @@ import pytest
 
 from tests.launching import ROOT
 
+pytestmark = pytest.mark.long
 HOOKED = """
 import sys
 from importlib.util import find_spec

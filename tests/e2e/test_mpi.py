@@ -10,10 +10,10 @@ import sys
 import pytest
 
 from tests.launching import ROOT, free_port, output, rank_environment
-from tests.marks import late
 from zero_topo.config import ZeroTopoConfig, resolve_config
 from zero_topo.topology.presets import emulated
 
+pytestmark = pytest.mark.long
 PROGRAM = ROOT / "tests/e2e/programs/mpi_peers.py"
 
 
@@ -25,7 +25,7 @@ def missing() -> str | None:
 
 
 @pytest.mark.skipif(missing() is not None, reason=f"{missing()}")
-@pytest.mark.parametrize("ranks", [4, late(2)])
+@pytest.mark.parametrize("ranks", [4, 2])
 def test_mpi_carries_the_same_bits(ranks: int) -> None:
     """Ok-Topk, plain and sharded, several steps, thresholds exact and reused."""
     command = [

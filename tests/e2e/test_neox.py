@@ -36,9 +36,12 @@ TOPO = {
 SCAPE = TOPO | {"optimizer": "node", "sync": {"mode": "scape", "density": 0.5}}
 LOSS = re.compile(r"iteration +(\d+)/ +\d+ .*?lm[_ ]loss: ([\d.E+-]+)")
 
-pytestmark = pytest.mark.skipif(
-    not CHECKOUT, reason="NEOX_PATH is not set to a checkout of EleutherAI/gpt-neox"
-)
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(
+        not CHECKOUT, reason="NEOX_PATH is not set to a checkout of EleutherAI/gpt-neox"
+    ),
+]
 
 
 def environment(folder: Path) -> dict[str, str]:

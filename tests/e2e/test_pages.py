@@ -24,7 +24,6 @@ import pytest
 
 from tests.documents import PAGES
 from tests.launching import ROOT
-from tests.marks import late
 from tests.unit.test_report import EXACT, RESULT, RUN, folder
 from zero_topo.observe.page import HTML
 from zero_topo.observe.report import build_report
@@ -98,9 +97,10 @@ HOSTILE = (
     "'taken'\">"
 )
 
-pytestmark = pytest.mark.skipif(
-    BROWSER is None, reason="there is no chromium: apt-get install chromium"
-)
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(BROWSER is None, reason="there is no chromium: apt-get install chromium"),
+]
 
 
 BUILT = pytest.mark.skipif(
@@ -127,7 +127,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @BUILT
-@pytest.mark.long
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_no_page_is_wider_than_its_window(site: Path, scheme: str) -> None:
     """On a desktop all tables and code fit. Elsewhere wide ones scroll, and a table's shadow shows
@@ -164,7 +163,6 @@ def test_no_page_is_wider_than_its_window(site: Path, scheme: str) -> None:
 
 
 @BUILT
-@pytest.mark.long
 @pytest.mark.parametrize("place", ["folder", "server"])
 def test_the_search_box_finds_pages(site: Path, place: str) -> None:
     """As a reader opens them: without a network, and from a folder without rights that a browser
@@ -185,7 +183,7 @@ def test_the_search_box_finds_pages(site: Path, place: str) -> None:
     assert {"sparse.html", "losses.html"} <= set(said.split()), said
 
 
-@pytest.mark.parametrize("scheme", ["light", late("dark")])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_report_fits_shows_its_pictures_and_obeys_nothing(folder: Path, scheme: str) -> None:
     """At both widths, light and dark, all parts open; a title full of tags and a long word change
     nothing.

@@ -12,6 +12,7 @@ import torch
 
 from tests.launching import ROOT, LaunchSettings, succeeded
 
+pytestmark = pytest.mark.long
 PROGRAM = ROOT / "tests/e2e/programs/plain_deepspeed.py"
 
 

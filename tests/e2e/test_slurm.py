@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 
 from tests.launching import ROOT
-from tests.marks import late
 from tests.slurm import Cluster, distributed, missing, submitted
 from tests.steps import deal
 from zero_topo.launch.machines import load_launch_machine, machine_names
 
-pytestmark = pytest.mark.skipif(missing() is not None, reason=f"{missing()}")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(missing() is not None, reason=f"{missing()}"),
+]
 
 FRONTIER = ["--machine", "frontier", "--nodes", "2"]
 PER_NODE = 8
@@ -39,7 +41,7 @@ def ran(cluster: Cluster, name: str, words: list[str], **env: str) -> tuple[str,
     return cluster.wait(job, 120), log.read_text()
 
 
-@pytest.mark.parametrize(("distribution", "plane"), [late("block", PER_NODE), ("cyclic", 1)])
+@pytest.mark.parametrize(("distribution", "plane"), [("block", PER_NODE), ("cyclic", 1)])
 def test_every_rank_knows_its_place(
     cluster: Cluster, distribution: str, plane: int, tmp_path: Path
 ) -> None:

@@ -15,8 +15,8 @@ import pytest
 
 from tests.commands import LAUNCHER_PREFIXES
 from tests.launching import ROOT, free_port
-from tests.marks import late
 
+pytestmark = pytest.mark.long
 PROGRAM = [str(ROOT / "tests/e2e/programs/launched.py")]
 
 
@@ -55,7 +55,7 @@ def assert_found(seen: list[Any], nodes: int) -> None:
     ]
 
 
-@pytest.mark.parametrize(("kind", "nodes"), [("c10d", 2), late("standalone", 1), late("static", 2)])
+@pytest.mark.parametrize(("kind", "nodes"), [("c10d", 2), ("standalone", 1), ("static", 2)])
 def test_torchruns_ranks_find_their_nodes(kind: str, nodes: int, tmp_path: Path) -> None:
     """One node, or two, each with an agent of its own, and an identity as NCCL reads it."""
     port = str(free_port())
@@ -76,7 +76,7 @@ def test_torchruns_ranks_find_their_nodes(kind: str, nodes: int, tmp_path: Path)
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
-@pytest.mark.parametrize("nodes", [2, late(1)])
+@pytest.mark.parametrize("nodes", [2, 1])
 def test_mpiruns_ranks_find_their_nodes(nodes: int, tmp_path: Path) -> None:
     """Through the worker, which gives torch its variables."""
     command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Refuses to run these tests outside a launch."""
+"""These tests run in a launch; those that are not marked ``core`` are long."""
 
 from __future__ import annotations
 
@@ -15,6 +15,14 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(
             "these tests run on every rank of a launch: `make test-launcher K=<part of a name>`"
         )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A launched test costs ten core-seconds: ``make test`` runs one of each kind."""
+    for item in items:
+        if not item.get_closest_marker("core"):
+            item.add_marker("long")
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import zero_topo
 from tests.launcher.training import Job, Net, advance, block, running
-from tests.marks import late
+from tests.marks import core
 from zero_topo.cost.memory import ADAM_BYTES, ADAM_BYTES_FP32, memory_bytes
 from zero_topo.cost.volume import step_bytes
 from zero_topo.hook.seam import Stock
@@ -56,14 +56,9 @@ def assert_memory_equals(stats: Stats) -> None:
 @pytest.mark.parametrize(
     ("scheme", "quantized"),
     [
-        *(
-            ("zero3", False),
-            ("zero++", True),
-            ("topo", True),
-            late("zero3", True),
-            late("hsdp", True),
-        ),
-        *(late("paper", True), *(late(scheme, False) for scheme in SCHEMES[1:])),
+        core("topo", True),
+        *((scheme, True) for scheme in SCHEMES[:-1]),
+        *((scheme, False) for scheme in SCHEMES),
     ],
 )
 def test_bytes_and_memory_equal_the_formulas(scheme: str, quantized: bool) -> None:
@@ -74,7 +69,7 @@ def test_bytes_and_memory_equal_the_formulas(scheme: str, quantized: bool) -> No
 
 
 @pytest.mark.eight_ranks
-@pytest.mark.parametrize("scheme", ["topo", late("topo-zero2")])
+@pytest.mark.parametrize("scheme", [core("topo"), "topo-zero2"])
 def test_bytes_and_memory_of_codes_equal_the_formulas(scheme: str) -> None:
     """What publish sends depends on how many blocks are sent whole, which the engine tells the
     formula.
@@ -85,6 +80,7 @@ def test_bytes_and_memory_of_codes_equal_the_formulas(scheme: str) -> None:
     assert_memory_equals(stats)
 
 
+@pytest.mark.core
 def test_fp32_memory_is_counted_as_it_is_stored() -> None:
     """Stock may let FP32 weights be their own masters; the statistics say whether it did."""
     stats = measured("topo", "fp32")
@@ -96,12 +92,14 @@ def test_fp32_memory_is_counted_as_it_is_stored() -> None:
     assert_bytes_equal(stats)
 
 
+@pytest.mark.core
 def test_persistent_parameters_are_gathered_exactly_once_a_step() -> None:
     stats = measured("topo", "bf16", 2, persistence=100, quantize={})
     assert any(stats.work.persistent) and not all(stats.work.persistent)
     assert_bytes_equal(stats)
 
 
+@pytest.mark.core
 def test_a_wider_accumulation_type_costs_what_it_says() -> None:
     stats = measured("topo", "bf16", 1, accumulation_dtype="fp32")
     assert (
@@ -111,11 +109,13 @@ def test_a_wider_accumulation_type_costs_what_it_says() -> None:
     assert_bytes_equal(stats)
 
 
+@pytest.mark.core
 def test_statistics_of_an_engine_without_the_block_are_refused() -> None:
     with running(Job()) as engine, pytest.raises(ValueError, match="runs without zero_topo"):
         zero_topo.stats(engine)
 
 
+@pytest.mark.core
 def test_a_destroyed_engine_lets_go_of_its_shards_and_groups() -> None:
     """DeepSpeed's own caches keep the optimizer; each group kept with it would cost a rank threads
     and sockets.
@@ -128,7 +128,7 @@ def test_a_destroyed_engine_lets_go_of_its_shards_and_groups() -> None:
     assert stored() is None
 
 
-@pytest.mark.parametrize("dtype", [late("fp32"), "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", core("bf16")])
 def test_deepspeeds_own_flat_weights_are_freed(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours take their place: what keeps a view of the old ones costs a world shard of the weights
     for ever.

@@ -16,7 +16,7 @@ import zero_topo
 from tests.launcher.feature_jobs import lower_dtypes
 from tests.launcher.parity import Result, assert_equal, run
 from tests.launcher.training import DATA_PARALLEL, Job, Net, advance, block, running
-from tests.marks import late
+from tests.marks import core
 from zero_topo.cost import step_bytes
 
 LOWER = ["torch.nn.Linear", "torch.nn.LayerNorm"]
@@ -70,10 +70,10 @@ def listed(norms: bool) -> dict[str, Any]:
 
 
 CASES = [
-    ("topo", "bfloat16", 0, True),
-    late("topo", "bfloat16", 30, False),
-    *(late(name, "bfloat16", 0, norms) for name in PLANS for norms in (False, True)),
-    late("topo", "float16", 0, False),
+    core("topo", "bfloat16", 0, True),
+    ("topo", "bfloat16", 30, False),
+    *((name, "bfloat16", 0, norms) for name in PLANS for norms in (False, True)),
+    ("topo", "float16", 0, False),
 ]
 
 

@@ -45,7 +45,7 @@ from tests.launcher.training import (
     running,
     weights,
 )
-from tests.marks import late, often
+from tests.marks import core, cores
 
 CLOSE = {"fp32": 1e-6, "bf16": 3e-3}
 
@@ -82,7 +82,6 @@ RESUMED: dict[str, Job] = {
 differences, what each kind of sync has not sent in the middle of its interval; files in either
 precision.
 """
-OFTEN = ("codes", "zero++", "quantized", "aged")
 RESUMED["scape"].ds.update(ADAMS)
 for name in ("aged", "aged_replicated"):
     RESUMED[name].ds.update(AGED)
@@ -107,7 +106,7 @@ def saved_by_stock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callabl
 
 @pytest.mark.parametrize(
     ("scheme", "dtype"),
-    [("topo", "bf16"), *map(late, ("hsdp", "topo", "hsdp"), ("fp32", "fp32", "bf16"))],
+    [core("topo", "bf16"), ("topo", "fp32"), ("hsdp", "bf16"), ("hsdp", "fp32")],
 )
 def test_stock_zero3_goes_on_from_our_checkpoint(
     scheme: str, dtype: str, shared_path: Path, saved_by_stock: Callable[[str], Saved]
@@ -120,7 +119,7 @@ def test_stock_zero3_goes_on_from_our_checkpoint(
     assert largest_difference(losses, saved.losses) <= CLOSE[dtype]
 
 
-@pytest.mark.parametrize("name", often(OFTEN, RESUMED))
+@pytest.mark.parametrize("name", cores(("codes", "zero++", "aged"), RESUMED))
 def test_a_resumed_run_repeats_the_unbroken_one(
     name: str, rank: int, shared_path: Path, saved_by_stock: Callable[[str], Saved]
 ) -> None:
@@ -139,7 +138,7 @@ def test_a_resumed_run_repeats_the_unbroken_one(
 
 @pytest.mark.parametrize(
     ("scheme", "dtype"),
-    [("zero++", "fp32"), late("topo", "bf16"), late("hsdp", "fp32"), late("hsdp", "bf16")],
+    [core("zero++", "fp32"), ("topo", "bf16"), ("hsdp", "fp32"), ("hsdp", "bf16")],
 )
 def test_a_stock_checkpoint_goes_on_under_a_block(
     scheme: str, dtype: str, saved_by_stock: Callable[[str], Saved]
@@ -152,7 +151,7 @@ def test_a_stock_checkpoint_goes_on_under_a_block(
     assert largest_difference(losses, saved.losses) <= CLOSE[dtype]
 
 
-@pytest.mark.parametrize("scheme", ["topo", late("zero++")])
+@pytest.mark.parametrize("scheme", [core("topo"), "zero++"])
 def test_a_load_replaces_all_an_engine_holds(scheme: str, shared_path: Path) -> None:
     """Secondary copies and optimizer states of an engine that has trained, gradients it has not
     stepped on: all go.
@@ -168,10 +167,10 @@ def test_a_load_replaces_all_an_engine_holds(scheme: str, shared_path: Path) -> 
 @pytest.mark.parametrize(
     ("options", "dtype"),
     [
-        late({"load_optimizer_states": False}, "fp32"),
-        late({"load_optimizer_states": False}, "bf16"),
-        late({"load_module_only": True, "load_optimizer_states": False}, "fp32"),
-        ({"load_module_only": True}, "bf16"),
+        ({"load_optimizer_states": False}, "fp32"),
+        ({"load_optimizer_states": False}, "bf16"),
+        ({"load_module_only": True, "load_optimizer_states": False}, "fp32"),
+        core({"load_module_only": True}, "bf16"),
     ],
     ids=str,
 )
@@ -191,7 +190,7 @@ def test_a_partial_load_does_what_stock_does(
 
 
 @pytest.mark.parametrize(
-    "options", [{"load_optimizer_states": False}, late({"load_module_only": True})], ids=str
+    "options", [core({"load_optimizer_states": False}), {"load_module_only": True}], ids=str
 )
 def test_weights_alone_are_those_of_the_named_tag(
     options: dict[str, bool], shared_path: Path
@@ -211,7 +210,7 @@ def test_weights_alone_are_those_of_the_named_tag(
 
 
 @pytest.mark.parametrize(
-    ("scheme", "dtype"), [("topo", "bf16"), late("topo", "fp32"), late("hsdp", "bf16")]
+    ("scheme", "dtype"), [core("topo", "bf16"), ("topo", "fp32"), ("hsdp", "bf16")]
 )
 def test_exports_hold_the_weights_and_masters(scheme: str, dtype: str, shared_path: Path) -> None:
     """`zero_to_fp32` gives the masters, `save_16bit_model` the gathered weights, both bit for
@@ -240,7 +239,7 @@ def full_masters(engine: Any) -> dict[str, Tensor]:
     return {**whole, **{name: safe_get_full_fp32_param(p).clone() for name, p in trained.items()}}
 
 
-@pytest.mark.parametrize("scheme", ["topo", late("zero++")])
+@pytest.mark.parametrize("scheme", ["topo", "zero++"])
 def test_garbage_in_a_checkpoint_does_no_harm(scheme: str, rank: int, shared_path: Path) -> None:
     """Stock saves it with masters and optimizer states, and loads it."""
     saved = save(job(block(scheme, quantize={})), shared_path)

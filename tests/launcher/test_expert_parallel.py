@@ -29,7 +29,7 @@ from tests.launcher.training import (
     start,
     without_optimizer,
 )
-from tests.marks import late, on_eight
+from tests.marks import core, on_eight
 from zero_topo.observe.report import bytes_of
 
 EXACT = 1e-6
@@ -67,7 +67,7 @@ def under_stock(run_of: Job) -> Result:
         return run(run_of)
 
 
-@pytest.mark.parametrize("size", [2, on_eight(2), on_eight(4)])
+@pytest.mark.parametrize("size", [core(2), on_eight(2), on_eight(4)])
 def test_experts_train_and_resume_as_under_stock(size: int, shared_path: Path) -> None:
     """Losses, norms that bind and weights of ten steps; checkpoints of both go on as their runs
     did.
@@ -82,7 +82,6 @@ def test_experts_train_and_resume_as_under_stock(size: int, shared_path: Path) -
     close(resume_both(split(), (shared_path / "own", mine), (shared_path / "stock", stock)))
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("scheme", ["zero3", "topo", "hsdp"])
 def test_experts_train_as_under_stock(scheme: str, size: int) -> None:
@@ -95,9 +94,7 @@ def test_experts_train_as_under_stock(scheme: str, size: int) -> None:
 
 
 @pytest.mark.eight_ranks
-@pytest.mark.parametrize(
-    ("scheme", "size"), [("zero3", 2), late("zero3", 4), late("hsdp", 2), late("hsdp", 4)]
-)
+@pytest.mark.parametrize(("scheme", "size"), [("zero3", 2), ("zero3", 4), ("hsdp", 2), ("hsdp", 4)])
 def test_experts_of_larger_groups_train_as_under_stock(scheme: str, size: int) -> None:
     """On eight ranks, where experts are sharded over four or two."""
     stock = under_stock(job(None, size))
@@ -123,7 +120,6 @@ def test_experts_train_with_autotp_as_under_stock(
     close(resume_both(split(BLOCKS["topo"]), *folders))
 
 
-@pytest.mark.long
 def test_optimizer_offload_trains_as_under_stock() -> None:
     zero = {"offload_optimizer": {"device": "cpu"}}
     ds = {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False}
@@ -131,7 +127,6 @@ def test_optimizer_offload_trains_as_under_stock() -> None:
     assert_equal(run(job(BLOCKS["topo"], ds=ds)), stock, EXACT)
 
 
-@pytest.mark.long
 def test_an_engine_without_an_optimizer_computes_as_under_stock() -> None:
     """Experts are gathered over their own groups there too."""
     found = []
@@ -141,7 +136,7 @@ def test_an_engine_without_an_optimizer_computes_as_under_stock() -> None:
     torch.testing.assert_close(found[0], found[1], rtol=EXACT, atol=EXACT)
 
 
-@pytest.mark.parametrize("size", [late(2), on_eight(2), on_eight(4)])
+@pytest.mark.parametrize("size", [2, on_eight(2), on_eight(4)])
 def test_quantized_experts_train_about_as_under_stock(size: int) -> None:
     """INT8 weights and 4-bit gradients of both plans."""
     stock = under_stock(job(None, size))
@@ -170,21 +165,18 @@ def test_bytes_equal_the_formulas_of_both_trees(scheme: str, size: int) -> None:
     assert (phase, "experts_world") in found.step_bytes
 
 
-@pytest.mark.long
 def test_a_resumed_run_with_codes_goes_on_with_equal_bits(shared_path: Path) -> None:
     """Also the experts' stored INT8 weights."""
     saved = save(job(BLOCKS["codes"], steps=4), shared_path)
     assert resume(job(BLOCKS["codes"], steps=4), shared_path) == saved.losses
 
 
-@pytest.mark.long
 def test_stock_loads_a_checkpoint(shared_path: Path) -> None:
     """Saved by zero_topo."""
     saved = save(job(BLOCKS["topo"], steps=4), shared_path)
     assert resume(job(None, steps=4), shared_path) == pytest.approx(saved.losses, rel=EXACT)
 
 
-@pytest.mark.long
 def test_offloaded_states_of_both_plans_come_back() -> None:
     """A run whose states are on the host between two steps goes on as if they had stayed."""
     split = job(BLOCKS["topo"], steps=4)
@@ -198,7 +190,7 @@ def test_offloaded_states_of_both_plans_come_back() -> None:
     assert run(job(BLOCKS["topo"], steps=4, each_step=away)).losses == undisturbed
 
 
-@pytest.mark.parametrize("shared", [late(1), on_eight(2)])
+@pytest.mark.parametrize("shared", [1, on_eight(2)])
 def test_sparse_sync_of_both_plans_converges(shared: int) -> None:
     """Also with AutoTP, whose ranks must then have equal replicas: ``debug_checks`` compares
     them.

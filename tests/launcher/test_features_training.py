@@ -36,7 +36,7 @@ from tests.launcher.training import (
     running,
     train,
 )
-from tests.marks import late, often
+from tests.marks import core, late, often
 
 
 def poisoned_groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -50,7 +50,7 @@ def poisoned_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("scheme", "dtype"),
-    [("topo", "bf16"), late("zero++", "fp32"), late("topo", "fp32"), late("zero++", "bf16")],
+    [("topo", "bf16"), ("zero++", "fp32"), ("topo", "fp32"), ("zero++", "bf16")],
 )
 def test_garbage_at_the_start_does_no_harm(scheme: str, dtype: str) -> None:
     """What memory stored beyond the end of a parameter that `zero.Init` partitioned is not
@@ -70,7 +70,7 @@ def stock_with_states(dtype: str) -> Result:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "dtype"), [("topo", "bf16"), late("hsdp", "bf16"), late("topo", "fp32")]
+    ("scheme", "dtype"), [core("topo", "bf16"), ("hsdp", "bf16"), ("topo", "fp32")]
 )
 def test_access_to_gradients_masters_and_states(
     scheme: str, dtype: str, monkeypatch: pytest.MonkeyPatch
@@ -88,7 +88,7 @@ def test_access_to_gradients_masters_and_states(
         )
 
 
-@pytest.mark.parametrize("overlap", [True, late(False)])
+@pytest.mark.parametrize("overlap", [core(True), False])
 def test_a_publish_goes_on_after_the_step(overlap: bool) -> None:
     """The step ends that of persistent parameters alone, whichever sub-group is updated first."""
     seen = []
@@ -122,7 +122,7 @@ class ReadsAWeight(Net):
         )
 
 
-@pytest.mark.parametrize("scheme", ["topo", late("zero++")])
+@pytest.mark.parametrize("scheme", ["topo", "zero++"])
 def test_a_weight_read_outside_its_module_has_the_same_value_each_time(scheme: str) -> None:
     """The first pass gathers it where it is read, later ones with the module that reads it, and
     after a step too.
@@ -156,8 +156,9 @@ def owned(kind: str, zero_topo: dict[str, Any] | None) -> Iterator[nn.Module]:
         yield engine
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("quantize", [{}, late(PLAIN)], ids=["codes", "plain"])
-@pytest.mark.parametrize("kinds", often(PAIRS[:2], PAIRS))
+@pytest.mark.parametrize("kinds", often(PAIRS[:1], PAIRS))
 def test_an_edit_of_parameters_of_two_models_reaches_both(
     kinds: tuple[str, str], quantize: dict[str, Any]
 ) -> None:
@@ -189,7 +190,7 @@ def test_an_edit_of_parameters_of_two_models_reaches_both(
         next(ends, None)
 
 
-@pytest.mark.parametrize("zero_init", [True, late(False)])
+@pytest.mark.parametrize("zero_init", [True, False])
 def test_an_engine_without_an_optimizer_may_hold_its_parameters_on_the_host(
     zero_init: bool,
 ) -> None:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from tests.launcher.checkpoints import assert_same_bits
 from tests.launcher.models import adapted
 from tests.launcher.training import Job, advance, batch, block, mse, running, weights
-from tests.marks import late
 
 CODES: dict[str, Any] = {"quantize": {}}
 
@@ -32,6 +31,7 @@ def job(zero_topo: dict[str, Any] | None, dtype: str = "bf16", **zero: Any) -> J
     return Job(adapted, zero_topo, 3, micro_batches=2, dtype=dtype, ds=ds)
 
 
+@pytest.mark.core
 def test_exact_weights_are_saved_and_loaded(rank: int, shared_path: Path) -> None:
     """Whatever is gathered: exports have the bits that the model began with, and a load brings
     codes of them back.
@@ -84,6 +84,7 @@ def spoilt(model: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.core
 def test_an_edit_reaches_all_gathers() -> None:
     """One rank edits a frozen weight under ``GatheredParameters``: all gather the new one, as if it
     had begun so.
@@ -115,7 +116,7 @@ def thaw(engine: Any, step: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "zero", [{}, late({"stage3_param_persistence_threshold": 10**5})], ids=["sharded", "whole"]
+    "zero", [{}, {"stage3_param_persistence_threshold": 10**5}], ids=["sharded", "whole"]
 )
 def test_unfrozen_parameters_are_not_trained(
     zero: dict[str, Any], rank: int, caplog: pytest.LogCaptureFixture

@@ -15,9 +15,9 @@ from torch import nn
 
 from tests.launcher.parity import Result, assert_equal, run
 from tests.launcher.training import Job, Net, advance, block, ds_config, running
-from tests.marks import late
+from tests.marks import core
 
-SCHEMES = ["topo", *map(late, ("zero3", "zero++", "hsdp", "paper", "topo-zero2"))]
+SCHEMES = [core("topo"), "zero3", "zero++", "hsdp", "paper", "topo-zero2"]
 
 
 def listed(model: nn.Module, reversed_on: tuple[int, ...] = ()) -> list[dict[str, Any]]:

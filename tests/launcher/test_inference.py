@@ -35,7 +35,7 @@ from tests.launcher.training import (
     train,
     weights,
 )
-from tests.marks import late
+from tests.marks import core
 from zero_topo.cost import by_domain
 from zero_topo.cost.memory import memory_bytes
 from zero_topo.cost.volume import step_bytes
@@ -85,8 +85,10 @@ def outputs(*engines: Any) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("scheme", "quantize", "kept", "zero_init"),
     [
-        *(("topo", CODES, 0, True), late("zero++", CODES, 0, False)),
-        *(late("topo", CODES, 100, False), late("topo", PLAIN, 0, True)),
+        core("topo", CODES, 0, True),
+        ("zero++", CODES, 0, False),
+        ("topo", CODES, 100, False),
+        ("topo", PLAIN, 0, True),
     ],
 )
 def test_a_reference_begins_as_its_policy(
@@ -162,7 +164,7 @@ def test_what_it_reads_and_writes_is_exact(shared_path: Path) -> None:
             assert torch.equal(outputs(other)[0], synced)
 
 
-@pytest.mark.parametrize("order", [1, late(-1)])
+@pytest.mark.parametrize("order", [1, -1])
 def test_a_frozen_engine_is_skipped_in_a_saved_state(
     order: int, shared_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

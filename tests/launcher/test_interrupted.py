@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tests.launcher.checkpoints import assert_same_bits
 from tests.launcher.training import Job, Net, advance, batch, block, mse, running, weights
-from tests.marks import late
+from tests.marks import core, late, often
 
 Q4: dict[str, Any] = {"sync": {"mode": "quantized"}}
 BLOCKS: dict[str, dict[str, Any]] = {
@@ -81,12 +81,7 @@ def trained(run: Job, interrupted: bool, zeroed: bool = False) -> dict[str, Tens
 
 @pytest.mark.parametrize(
     ("name", "micro_batches"),
-    [
-        ("topo", 1),
-        late("replicated optimizer", 2),
-        late("topo", 2),
-        late("replicated optimizer", 1),
-    ],
+    [core("topo", 1), ("topo", 2), ("replicated optimizer", 1), ("replicated optimizer", 2)],
 )
 def test_a_backward_pass_that_failed_leaves_no_gradients_behind(
     name: str, micro_batches: int
@@ -100,6 +95,7 @@ def test_a_backward_pass_that_failed_leaves_no_gradients_behind(
         assert_same_bits(trained(run, interrupted=True, zeroed=zeroed), expected)
 
 
+@pytest.mark.core
 def test_a_step_on_half_a_backward_pass_is_refused() -> None:
     """With a way out; after it, training goes on."""
     with running(Job(zero_topo=BLOCKS["topo"], model=Breaking)) as engine:
@@ -126,7 +122,7 @@ def attempts(engine: Any, ending: bool | None = None) -> None:
 
 @pytest.mark.parametrize(
     ("case", "lines"),
-    [("plain", 1), ("ending", 0), ("accumulation", 0), late("offload", 0), late("zero3", 0)],
+    [core("plain", 1), core("ending", 0), ("accumulation", 0), ("offload", 0), ("zero3", 0)],
 )
 def test_backward_passes_that_each_cross_nodes_are_warned_of(
     case: str, lines: int, rank: int, caplog: pytest.LogCaptureFixture
@@ -148,6 +144,7 @@ def test_backward_passes_that_each_cross_nodes_are_warned_of(
     assert all('"gradient_accumulation_steps"' in line and "\n" not in line for line in said)
 
 
+@pytest.mark.core
 def test_the_gradient_of_an_output_may_be_taken_first() -> None:
     """`torch.autograd.grad` uses up DeepSpeed's hook on the output: the step then ends the pass
     itself.
@@ -172,18 +169,9 @@ def test_the_gradient_of_an_output_may_be_taken_first() -> None:
         torch.testing.assert_close(stepped(way), expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("name", "breaks"),
-    [
-        *(
-            ("topo", True),
-            late("topo", False),
-            late("quantized sync", True),
-            late("quantized sync", False),
-        ),
-        *(late("replicated optimizer", True), late("replicated optimizer", False)),
-    ],
-)
+@pytest.mark.core
+@pytest.mark.parametrize("breaks", [True, late(False)])
+@pytest.mark.parametrize("name", often(("topo",), BLOCKS))
 def test_an_engine_is_destroyed_between_backward_and_step(name: str, breaks: bool) -> None:
     """What its backward pass has begun ends first: else groups die under collectives, and what
     follows hangs.
@@ -200,6 +188,7 @@ def test_an_engine_is_destroyed_between_backward_and_step(name: str, breaks: boo
         assert len(advance(run, engine, 0, 1)) == 1
 
 
+@pytest.mark.core
 def test_a_shard_that_is_set_to_another_tensor_is_noticed() -> None:
     """The engine gathers from its own; else weights would be those of before, without a word."""
     run = Job(zero_topo=BLOCKS["topo"])
@@ -216,7 +205,7 @@ def test_a_shard_that_is_set_to_another_tensor_is_noticed() -> None:
 
 @pytest.mark.parametrize(
     "offload",
-    [late({}), {"offload_optimizer": {"device": "cpu"}}],
+    [{}, core({"offload_optimizer": {"device": "cpu"}})],
     ids=["on the device", "offloaded"],
 )
 def test_norms_are_of_the_synced_gradient_before_the_step_too(offload: dict[str, Any]) -> None:

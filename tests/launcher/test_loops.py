@@ -19,7 +19,7 @@ import zero_topo
 from tests.launcher.checkpoints import assert_same_bits
 from tests.launcher.test_interrupted import Break
 from tests.launcher.training import Job, Net, advance, batch, block, running, weights
-from tests.marks import late, often
+from tests.marks import core, late, often
 
 BLOCKS: dict[str, dict[str, Any]] = {
     "topo": block("topo"),
@@ -136,6 +136,7 @@ def expected(name: str | None, micro_batches: int) -> dict[str, Tensor]:
     return trained(tiled_job(name, nothing, micro_batches))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("micro_batches", [late(1), 2])
 @pytest.mark.parametrize("between", often((all_of_them,), BETWEEN))
 @pytest.mark.parametrize("name", often(("topo",), BLOCKS))
@@ -250,7 +251,7 @@ def test_a_backward_pass_that_failed_before_any_gradient_drops_none() -> None:
     assert_same_bits(run(interrupted=True), run(interrupted=False))
 
 
-@pytest.mark.parametrize("mode", ["forward", late("module")])
+@pytest.mark.parametrize("mode", ["forward", "module"])
 def test_a_loss_of_several_forward_passes(mode: str) -> None:
     """One backward pass of the sum of two; the second may be called on the module itself."""
 
@@ -263,7 +264,7 @@ def test_a_loss_of_several_forward_passes(mode: str) -> None:
     torch.testing.assert_close(trained(job), trained(job.under(None)), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["quantized", late("topo"), late("replicated optimizer")])
+@pytest.mark.parametrize("name", [core("quantized"), "topo", "replicated optimizer"])
 def test_gradients_may_be_read_in_each_step(name: str) -> None:
     """They cross nodes once, and training with lossy sync is the same without it, to the
     bit.

@@ -17,54 +17,11 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from tests.launcher import training
 from tests.launcher.features import FEATURES, SCHEMES, expected, verdict
 from tests.launcher.training import Job, largest_difference
-from tests.marks import late, often
 from tests.matrix import recorded
 from tests.suite import CELLS_VARIABLE
 
-SHOWN_ELSEWHERE = {
-    "parameter groups, a scheduler": "test_checkpoint.py, whose jobs have both",
-    "another optimizer of the config": "test_muon.py and test_sync.py",
-    "frozen parameters": "test_frozen.py",
-    "frozen parameters with adapters": "test_frozen.py",
-    "frozen parameters, tied": "`tied weights` and test_frozen.py",
-    "parameters unused in some micro-batches": "`parameters unused in some steps`",
-    "parameters of 1 to 9 elements": "tests/ranks, whose parameters have 1, 7, 64 elements",
-    "experts that get no token": "`parameters unused in some steps`",
-    "activation checkpointing, not reentrant": "`activation checkpointing, reentrant`",
-    "`zero.Init`": "`zero.Init`, nested",
-    "`GatheredParameters`, read": "`GatheredParameters`, written",
-    "`GatheredParameters`, written before backward": "`GatheredParameters`, written",
-    "`GatheredParameters`, written where weights are masters": "test_features_training.py",
-    "`safe_get_*`, `safe_set_*`": "test_features_training.py",
-    "gradient accumulation": "test_parity.py",
-    "`zero_grad` between micro-batches": "tests/ranks/test_quantized_residual.py",
-    "evaluation inside steps": "test_inference.py",
-    "generation between steps": "test_inference.py",
-    "BF16": "test_parity.py",
-    "persistent parameters": "test_checkpoint.py, whose jobs have some",
-    "`offload_param` in training": "test_features_training.py",
-    "`offload_states`": "test_offload_states.py",
-    "several engines": "test_inference.py",
-    "destroyed and started again": "test_interrupted.py",
-    "saved and resumed": "test_checkpoint.py",
-}
-"""Features that ``make test`` trains elsewhere, and where; of all others it tries ``topo``."""
 
-
-def cells() -> list[object]:
-    """Feature by feature, under each scheme."""
-    soon = [(name, "topo") for name in FEATURES if name not in SHOWN_ELSEWHERE]
-    return [cell if cell in soon else late(*cell) for cell in product(FEATURES, SCHEMES)]
-
-
-def readable() -> list[object]:
-    """Features that no scheme refuses; in ``make test`` the one that skips steps."""
-    return often(
-        ("FP16, overflows",), [name for name, feature in FEATURES.items() if not feature.refused]
-    )
-
-
-@pytest.mark.parametrize(("name", "scheme"), cells())
+@pytest.mark.parametrize(("name", "scheme"), [*product(FEATURES, SCHEMES)])
 def test_feature_under_scheme(name: str, scheme: str) -> None:
     """Losses, weights and what the caller sees, unquantized; for the record also losses as the
     scheme comes.
@@ -80,7 +37,7 @@ def test_feature_under_scheme(name: str, scheme: str) -> None:
             file.write(json.dumps([name, scheme, said]) + "\n")
 
 
-@pytest.mark.parametrize("name", readable())
+@pytest.mark.parametrize("name", [name for name in FEATURES if not FEATURES[name].refused])
 def test_one_rank_alone_reads_persistent_parameters(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,6 +68,7 @@ def test_one_rank_alone_reads_persistent_parameters(
     assert not read or len(set(read)) > 2
 
 
+@pytest.mark.core
 def test_the_record_knows_every_cell() -> None:
     """And no other; `tests/unit/test_tables.py` holds the documents to it."""
     cells = recorded()["cells"]
@@ -121,7 +79,7 @@ def test_the_record_knows_every_cell() -> None:
 ACTING = [name for name, feature in FEATURES.items() if feature.unlike]
 
 
-@pytest.mark.parametrize("name", often(set(ACTING) - SHOWN_ELSEWHERE.keys(), ACTING))
+@pytest.mark.parametrize("name", ACTING)
 def test_a_feature_that_acts_changes_the_losses(name: str) -> None:
     """By a hundred times what parity allows, else that would say nothing."""
     assert largest_difference(expected(name).losses, expected(FEATURES[name].unlike).losses) > 1e-3

@@ -37,7 +37,7 @@ from tests.launcher.training import (
     start,
     weights,
 )
-from tests.marks import late, often
+from tests.marks import cores, late, often
 from zero_topo.engine.stage3 import Stage3
 
 TOPO = block("topo")
@@ -59,6 +59,7 @@ def engines() -> int:
     return sum(isinstance(found, Stage3) for found in gc.get_objects())
 
 
+@pytest.mark.core
 def test_a_copy_of_the_module_is_of_its_weights_alone() -> None:
     """Under GatheredParameters; as with unmodified DeepSpeed, and without a copy of the engine."""
     with running(JOB) as engine:
@@ -77,7 +78,7 @@ def test_a_copy_of_the_module_is_of_its_weights_alone() -> None:
         assert len({*engine.module.parameters()} & {*kept.parameters()}) == 0
 
 
-@pytest.mark.parametrize("zero_topo", [TOPO, late(None)])
+@pytest.mark.parametrize("zero_topo", [TOPO, None])
 def test_an_average_of_weights_is_that_of_unmodified_deepspeed(
     zero_topo: dict[str, Any] | None,
 ) -> None:
@@ -122,7 +123,6 @@ def _compiled() -> nn.Module:
     return net
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_compiled_module_trains_as_the_module_does(when: str) -> None:
     """Compiled before the engine has it, or by the engine; our hooks break its graph as DeepSpeed's
@@ -170,9 +170,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {"all": Net, "adapters": adapted}
 NO_PREFETCH = {"zero_optimization": {"stage3_prefetch_bucket_size": 0}}
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("model", often(("adapters",), MODELS))
 @pytest.mark.parametrize("name", often(("topo",), BLOCKS))
-@pytest.mark.parametrize("destroyed", ["before training", late("after training"), "last"])
+@pytest.mark.parametrize("destroyed", [late("before training"), late("after training"), "last"])
 def test_an_engine_next_to_the_training_engine_of_a_module(
     name: str, destroyed: str, model: str
 ) -> None:
@@ -210,7 +211,7 @@ def test_an_engine_next_to_the_training_engine_of_a_module(
     assert not any(hasattr(param, "zero_topo_calls") for param in module.parameters())
 
 
-@pytest.mark.parametrize("destroyed", ["first", late("second")])
+@pytest.mark.parametrize("destroyed", ["first", "second"])
 def test_engines_without_optimizer_share_a_module(destroyed: str) -> None:
     """Either may be destroyed first; the other gathers by its plan."""
     job = Job(Net, TOPO, ds=NO_PREFETCH)
@@ -238,7 +239,7 @@ def test_the_training_engine_of_a_module_is_destroyed_before_a_newer_one_without
     close(second)
 
 
-@pytest.mark.parametrize("name", often(("topo",), BLOCKS))
+@pytest.mark.parametrize("name", cores(("topo",), BLOCKS))
 def test_a_destroyed_engine_frees_its_gradients(name: str) -> None:
     """Also those of a backward pass without its step, and where its optimizer lives on, as in
     DeepSpeed's caches.

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import zero_topo
 from tests.launcher.training import Job, advance, block, largest_difference, running, train
-from tests.marks import late
+from tests.marks import core
 from zero_topo.observe.runlog import read_metrics, read_report
 from zero_topo.observe.tables import render
 from zero_topo.units import format_count
@@ -89,6 +89,7 @@ def test_wall_clock_breakdown_adds_a_line_of_phases(
         )
 
 
+@pytest.mark.core
 def test_the_key_report_leaves_a_run_with_losses_and_a_page(rank: int, shared_path: Path) -> None:
     """Rank 0 alone, from its own measurements, when the engine is destroyed; losses are those of
     its batches.
@@ -144,7 +145,7 @@ def heard(logger: Any) -> dict[tuple[str, str], int]:
     return dict(+sent)
 
 
-@pytest.mark.parametrize("sync", [{"mode": "oktopk", "density": 0.1}, late({"mode": "quantized"})])
+@pytest.mark.parametrize("sync", [{"mode": "oktopk", "density": 0.1}, {"mode": "quantized"}])
 def test_the_comms_logger_counts_every_exchange(sync: dict[str, Any], comms_logger: Any) -> None:
     """Every byte that a step's meter counts; stragglers can be compared; losses keep their bits."""
     job = Job(zero_topo=block("topo", sync=sync), steps=STEPS, micro_batches=MICRO_BATCHES)
@@ -161,7 +162,7 @@ def test_the_comms_logger_counts_every_exchange(sync: dict[str, Any], comms_logg
     assert losses == silent
 
 
-@pytest.mark.parametrize("zero_init", [late(False), True])
+@pytest.mark.parametrize("zero_init", [False, core(True)])
 def test_auto_chooses_explains_and_trains_as_zero3(
     rank: int, zero_init: bool, caplog: pytest.LogCaptureFixture
 ) -> None:

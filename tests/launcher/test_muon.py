@@ -22,7 +22,7 @@ from tests.launcher.feature_jobs import STEPS, small, zero
 from tests.launcher.models import Tied, partly_frozen
 from tests.launcher.parity import Result, assert_equal, in_plain_torch, run
 from tests.launcher.training import EMULATED, Job, advance, block, running
-from tests.marks import late
+from tests.marks import core
 from zero_topo.cost import memory_bytes, step_bytes
 
 PARAMS = {
@@ -64,9 +64,6 @@ JOBS: dict[str, Callable[[], Job]] = {
 }
 
 
-OFTEN = ("on the host",)
-
-
 @pytest.fixture(autouse=True)
 def _eager() -> Iterator[None]:
     """DeepSpeed compiles Muon's functions, which takes minutes."""
@@ -83,8 +80,9 @@ def stock(name: str) -> Result:
 @pytest.mark.parametrize(
     ("scheme", "name"),
     [
-        *((pytest.param if name in OFTEN else late)("topo", name) for name in JOBS),
-        *(("hsdp", "sub-groups"), late("zero3", "sub-groups"), late("hsdp", "tied")),
+        core("topo", "on the host"),
+        *(("topo", name) for name in JOBS if name != "on the host"),
+        *(("hsdp", "sub-groups"), ("zero3", "sub-groups"), ("hsdp", "tied")),
     ],
 )
 def test_losses_and_weights_are_stocks(scheme: str, name: str) -> None:
@@ -92,7 +90,7 @@ def test_losses_and_weights_are_stocks(scheme: str, name: str) -> None:
     assert_equal(run(JOBS[name]().under(block(scheme))), stock(name))
 
 
-@pytest.mark.parametrize("scheme", ["topo", late("hsdp")])
+@pytest.mark.parametrize("scheme", ["topo", "hsdp"])
 def test_one_rank_with_all_data_trains_the_same(scheme: str) -> None:
     """DeepSpeed's Muon for a single device is the judge, without clipping: ZeRO-3 clips updates,
     and it gradients.
@@ -128,7 +126,7 @@ def spoiled(engine: Any, x: Tensor, y: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "scheme"), [("Muon", "topo"), late("AdamW", "topo"), late("Muon", "hsdp")]
+    ("optimizer", "scheme"), [("Muon", "topo"), ("AdamW", "topo"), ("Muon", "hsdp")]
 )
 def test_a_step_that_is_not_finite_leaves_nothing_behind(optimizer: str, scheme: str) -> None:
     """DeepSpeed finds it in the norm and skips the step: training goes on as if there had been no
@@ -146,7 +144,7 @@ def test_a_step_that_is_not_finite_leaves_nothing_behind(optimizer: str, scheme:
 
 @pytest.mark.parametrize(
     ("saving", "loading"),
-    [("", "topo"), late("hsdp", "topo"), late("topo", "topo"), late("hsdp", "hsdp")],
+    [("", "topo"), ("hsdp", "topo"), ("topo", "topo"), ("hsdp", "hsdp")],
 )
 def test_a_checkpoint_keeps_the_momentum(saving: str, loading: str, shared_path: Path) -> None:
     """Of the same scheme, of another, or of stock ZeRO-3: training goes on as if it had not
@@ -159,7 +157,7 @@ def test_a_checkpoint_keeps_the_momentum(saving: str, loading: str, shared_path:
     torch.testing.assert_close(losses, saved.losses, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("mode", [late("dense"), "quantized"])
+@pytest.mark.parametrize("mode", ["dense", "quantized"])
 def test_quantized_weights_and_gradients(mode: str) -> None:
     """INT8 weights, INT4 gradients in the node and between nodes, BF16: all copies stay alike, the
     loss is near.
@@ -175,7 +173,7 @@ def test_quantized_weights_and_gradients(mode: str) -> None:
     torch.testing.assert_close(found.losses, exact.losses, rtol=0.1, atol=0.1)
 
 
-@pytest.mark.parametrize("scheme", [late("topo"), "hsdp"])
+@pytest.mark.parametrize("scheme", ["topo", "hsdp"])
 def test_bytes_and_memory_are_the_formulas(scheme: str) -> None:
     """On the mean of the ranks; with the optimizer sharded over a node, no matrix crosses nodes."""
     with running(small(ds=muon()).under(block(scheme))) as engine:

@@ -15,7 +15,7 @@ import torch
 import zero_topo
 from tests.launcher.neox_like import Args, Pipe, setup
 from tests.launcher.training import EMULATED, Job, advance, close, ds_config, weights
-from tests.marks import late
+from tests.marks import core
 from zero_topo.neox.adapt import partitioned
 
 TOPO = {"topology": EMULATED, "scheme": "topo"}
@@ -43,6 +43,7 @@ def args_of(block: dict[str, Any] | None, optimizer_type: str = "adam") -> Args:
 JOB = Job(dtype="bf16", micro_batches=2)
 
 
+@pytest.mark.core
 def test_every_parameter_is_partitioned_when_it_is_built() -> None:
     """NeoX's second build has whole weights; wrapped, it has none, and the engine is ours."""
     plain = Pipe(args_of(TOPO)).to_sequential()
@@ -56,7 +57,7 @@ def test_every_parameter_is_partitioned_when_it_is_built() -> None:
 
 
 @pytest.mark.parametrize(
-    ("block", "optimizer_type"), [late(TOPO, "adam"), (SCAPE, "adams")], ids=["topo", "scape"]
+    ("block", "optimizer_type"), [(TOPO, "adam"), core(SCAPE, "adams")], ids=["topo", "scape"]
 )
 def test_a_resumed_run_goes_on_as_if_never_stopped(
     block: dict[str, Any], optimizer_type: str, shared_path: Path

@@ -20,7 +20,7 @@ from deepspeed.utils import safe_get_full_grad, safe_get_local_fp32_param, safe_
 
 from tests.launcher.parity import Result, run
 from tests.launcher.training import ADAMS, AGED, Job, advance, batch, block, mse, running, weights
-from tests.marks import late, often
+from tests.marks import cores
 
 STEPS = 4
 CODES = {
@@ -41,7 +41,6 @@ BLOCKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "radius": ({"scheme": "topo", "sync": {"mode": "radius", "density": 0.4, "interval": 2}}, {}),
     "ternary, aged": ({"scheme": "topo", "sync": {"mode": "ternary", "density": 0.2}}, AGED),
 }
-OFTEN = ("codes", "ternary, aged")
 
 
 def job(name: str = "as it comes", **more: Any) -> Job:
@@ -68,14 +67,14 @@ def there_and_back(engine: Any, step: int) -> None:
         engine.reload_states()
 
 
-@pytest.mark.parametrize("name", often(OFTEN, BLOCKS))
+@pytest.mark.parametrize("name", cores(("codes",), BLOCKS))
 def test_a_run_goes_on_bit_for_bit(name: str) -> None:
     whole, broken = undisturbed(name), run(job(name, each_step=there_and_back))
     assert broken.losses == whole.losses
     assert all(torch.equal(broken.weights[key], value) for key, value in whole.weights.items())
 
 
-@pytest.mark.parametrize("name", ["scape", late("codes"), late("as it comes")])
+@pytest.mark.parametrize("name", ["scape", "codes", "as it comes"])
 def test_what_is_offloaded_is_freed(name: str) -> None:
     """And an engine may be destroyed while all is away: the next one trains."""
     with running(job(name)) as engine:
@@ -162,6 +161,7 @@ USES: tuple[tuple[State, Callable[[Any, Path], object]], ...] = (
 )
 
 
+@pytest.mark.core
 def test_a_use_of_what_is_away_says_so_and_the_run_goes_on(shared_path: Path) -> None:
     with running(job()) as engine:
         losses = advance(job(), engine, 0, 2)

@@ -14,13 +14,14 @@ from functools import cache
 import pytest
 
 from tests.launcher.training import Job, advance, block, largest_difference, running, train
-from tests.marks import late
+from tests.marks import core, cores
 from tests.ranks.worlds import whole_weights
 from zero_topo.collectives.queue import Handle
 from zero_topo.engine.stage3 import Stage3
 
 pytestmark = pytest.mark.eight_ranks
 STEPS = 6
+SCHEMES = ("zero3", "zero++", "hsdp", "paper", "topo")
 
 
 @cache
@@ -31,11 +32,7 @@ def stock(dtype: str, micro_batches: int) -> tuple[float, ...]:
 
 @pytest.mark.parametrize(
     ("scheme", "micro_batches"),
-    [
-        ("zero++", 2),
-        ("topo", 1),
-        *map(late, ("zero3", "zero++", "hsdp", "paper", "topo"), (1, 1, 1, 1, 2)),
-    ],
+    [core("zero++", 2), ("topo", 2), *((scheme, 1) for scheme in SCHEMES)],
 )
 def test_fp32_losses_equal_stock_zero3(scheme: str, micro_batches: int) -> None:
     """Unquantized: at most 1e-5 apart. Several micro-batches where the secondary is captured, and
@@ -45,7 +42,7 @@ def test_fp32_losses_equal_stock_zero3(scheme: str, micro_batches: int) -> None:
     assert largest_difference(mine, list(stock("fp32", micro_batches))) <= 1e-5
 
 
-@pytest.mark.parametrize("scheme", ["topo", *map(late, ("zero3", "zero++", "hsdp", "paper"))])
+@pytest.mark.parametrize("scheme", cores(("topo",), SCHEMES))
 def test_bf16_losses_equal_stock_zero3(scheme: str) -> None:
     """Unquantized: at most 3e-3 apart."""
     mine = train(Job(zero_topo=block(scheme), dtype="bf16", steps=STEPS))

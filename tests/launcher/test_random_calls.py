@@ -28,6 +28,7 @@ def goes_on(until: float) -> bool:
     return bool(left)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("first", [0, 35])
 def test_random_calls_are_those_of_plain_pytorch(first: int, shared_path: Path) -> None:
     """A short portion, the same each time, in which faults that were found before are found again:
@@ -36,7 +37,6 @@ def test_random_calls_are_those_of_plain_pytorch(first: int, shared_path: Path) 
     assert search(first, 6, shared_path, lambda: True) == 6
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("part", range(PARTS))
 def test_more_random_calls(part: int, shared_path: Path) -> None:
     """A quarter of an hour in all; each part has engines of its own."""

@@ -21,7 +21,7 @@ from tests.launcher.feature_jobs import zero
 from tests.launcher.models import Tied
 from tests.launcher.parity import run
 from tests.launcher.training import Job, Net, advance, block, largest_difference, running, weights
-from tests.marks import often
+from tests.marks import cores
 from tests.suite import LONG_VARIABLE
 from zero_topo.engine.weights import Weights
 from zero_topo.plan import coded_params
@@ -110,10 +110,9 @@ CASES: dict[str, Job] = {
     "steps skipped": job("fp16", ds=SCALING, loss=overflow),
     "quantized sync": job().under(block("topo", sync={"mode": "quantized"}, **CODES)),
 }
-OFTEN = ("offloaded", "steps skipped")
 
 
-@pytest.mark.parametrize("name", often(OFTEN, CASES))
+@pytest.mark.parametrize("name", cores(("steps skipped",), CASES))
 def test_codes_follow_their_masters_in_every_step(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -105,6 +105,7 @@ def stock() -> Result:
     return run(job(None))
 
 
-@pytest.mark.parametrize("name", often(("zero++", "topo"), BLOCKS))
+@pytest.mark.core
+@pytest.mark.parametrize("name", often(("topo",), BLOCKS))
 def test_ranks_that_share_a_sequence_train_as_under_stock(name: str) -> None:
     assert_equal(run(job(BLOCKS[name])), stock())

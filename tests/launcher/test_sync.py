@@ -19,12 +19,11 @@ from torch import Tensor
 import zero_topo
 from tests.launcher.checkpoints import SAVED_AT, job, loaded, save
 from tests.launcher.training import AGED, Job, advance, block, largest_difference, running, start
-from tests.marks import late
 
 Q8: dict[str, Any] = {"sync": {"mode": "quantized", "bits": 8}}
 
 
-@pytest.mark.parametrize("plan", [late({}), {"optimizer": "node"}], ids=["sharded", "replicated"])
+@pytest.mark.parametrize("plan", [{}, {"optimizer": "node"}], ids=["sharded", "replicated"])
 def test_sums_of_waiting_gradients_train_with_their_ages(plan: dict[str, Any]) -> None:
     """AgedAdamW: the loss falls, and ages are what the sums say."""
     thin = Job(

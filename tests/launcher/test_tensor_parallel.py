@@ -36,7 +36,7 @@ from tests.launcher.training import (
     weights,
     without_optimizer,
 )
-from tests.marks import late, often, on_eight
+from tests.marks import core, on_eight
 from zero_topo.config.modes import SPARSE_MODES
 from zero_topo.config.sparse_config import ScapeSync
 from zero_topo.cost.volume import step_bytes
@@ -102,7 +102,7 @@ def under_stock(build: Callable[[dict[str, Any] | None], Job]) -> Result:
         return run(build(None))
 
 
-@pytest.mark.parametrize("size", [2, on_eight(2), on_eight(4)])
+@pytest.mark.parametrize("size", [core(2), on_eight(2), on_eight(4)])
 def test_autotp_trains_and_resumes_as_under_stock(size: int, shared_path: Path) -> None:
     """Ten steps of ranks whose parts have different shapes; checkpoints of both go on as their runs
     did.
@@ -133,7 +133,6 @@ def test_autotp_trains_and_resumes_as_under_stock(size: int, shared_path: Path) 
     close(engine)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("scheme", ["zero3", "topo", "hsdp"])
 def test_autotp_trains_as_under_stock(scheme: str) -> None:
     """Losses, norms that bind and weights of ten steps."""
@@ -142,7 +141,7 @@ def test_autotp_trains_as_under_stock(scheme: str) -> None:
 
 
 @pytest.mark.eight_ranks
-@pytest.mark.parametrize("size", [late(2), late(4)])
+@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("scheme", ["topo", "hsdp"])
 def test_larger_groups_train_as_under_stock(scheme: str, size: int) -> None:
     """On eight ranks, two or four of which share a layer: the GCDs of a GPU, or those of a node."""
@@ -177,7 +176,7 @@ def test_quantized_runs_with_an_mpu_train_about_as_under_stock(
 @pytest.mark.parametrize(
     "scheme",
     [
-        *often(("zero3",), ("zero3", "topo", "hsdp")),
+        *("zero3", "topo", "hsdp"),
         *(on_eight(scheme) for scheme in ("zero3", "topo", "hsdp")),
     ],
 )
@@ -203,7 +202,6 @@ def test_an_mpu_trains_and_resumes_as_under_stock(
     close(resume_both(split(block(scheme)), *folders))
 
 
-@pytest.mark.long
 def test_stock_with_an_mpu_trains_as_one_rank_does(pair: Mpu) -> None:
     """The tests' own parallel layers compute what whole ones do: first losses of both are equal."""
     whole = job(None, dist.get_rank() // 2, steps=1, model=Layers)
@@ -212,7 +210,6 @@ def test_stock_with_an_mpu_trains_as_one_rank_does(pair: Mpu) -> None:
     )
 
 
-@pytest.mark.long
 def test_ranks_far_apart_share_layers() -> None:
     """Tensor-parallel ranks on different nodes; each data-parallel group has whole nodes."""
     mpu = Mpu(2, far=True)
@@ -228,7 +225,7 @@ def test_ranks_far_apart_share_layers() -> None:
     ("scheme", "quantize"),
     [
         pytest.param("zero3", PLAIN, id="zero3"),
-        late("zero3", {}, id="zero3-quantized"),
+        pytest.param("zero3", {}, id="zero3-quantized"),
         on_eight("zero3", PLAIN, name="zero3"),
         on_eight("topo", PLAIN, name="topo"),
         on_eight("topo", {}, name="topo-quantized"),
@@ -255,9 +252,7 @@ def test_bytes_equal_the_formulas_on_the_cut_tree(
     assert found.step_bytes == step_bytes(found.config, found.work)
 
 
-@pytest.mark.parametrize(
-    "sync", [*often(("oktopk",), ("oktopk", "ternary")), *(on_eight(mode) for mode in SPARSE)]
-)
+@pytest.mark.parametrize("sync", ["oktopk", "ternary", *(on_eight(mode) for mode in SPARSE)])
 def test_replicas_stay_equal_under_sparse_sync(sync: str) -> None:
     """Without the mean over tensor-parallel ranks norms and biases drift apart.
 
@@ -288,7 +283,6 @@ def test_replicas_stay_equal_under_sparse_sync(sync: str) -> None:
             advance(split, engine, 6, 7)
 
 
-@pytest.mark.long
 def test_an_engine_without_an_optimizer_computes_as_under_stock() -> None:
     """AutoTP with a plan of the weights alone."""
     found = []
@@ -300,7 +294,6 @@ def test_an_engine_without_an_optimizer_computes_as_under_stock() -> None:
     torch.testing.assert_close(found[0], found[1], rtol=EXACT, atol=EXACT)
 
 
-@pytest.mark.long
 def test_a_resumed_run_with_codes_goes_on_with_equal_bits(shared_path: Path) -> None:
     """Stored INT8 weights of uneven parts."""
     split = by_autotp(block("topo", quantize={}), hidden=25)
@@ -308,7 +301,6 @@ def test_a_resumed_run_with_codes_goes_on_with_equal_bits(shared_path: Path) -> 
     assert resume(split, shared_path) == saved.losses
 
 
-@pytest.mark.long
 def test_stock_loads_a_checkpoint(shared_path: Path) -> None:
     """Saved by zero_topo."""
     saved = save(by_autotp(block("topo")), shared_path)

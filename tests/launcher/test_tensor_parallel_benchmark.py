@@ -18,7 +18,6 @@ from benchmarks.schemes import KNOWN
 from benchmarks.training import Bench, build_model, engine_of
 from benchmarks.training_setup import TrainingSetup
 from tests.launcher.training import EMULATED, mean
-from tests.marks import late
 from zero_topo.examples.data import Corpus
 
 SETUP = TrainingSetup(layers=2, width=128, context=8, batch=1, bf16=False)
@@ -41,7 +40,7 @@ def losses_of(name: str) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(("name", "tolerance"), [("stock-tp2", 1e-5), late("topo-tp2", 1e-2)])
+@pytest.mark.parametrize(("name", "tolerance"), [("stock-tp2", 1e-5), ("topo-tp2", 1e-2)])
 def test_the_split_gpt_trains_as_the_whole_one(
     name: str, tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

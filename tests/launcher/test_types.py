@@ -16,17 +16,13 @@ from deepspeed.accelerator import get_accelerator
 
 from tests.device import default_dtype
 from tests.launcher.training import Job, Net, block, train
-from tests.marks import late, often
+from tests.marks import cores
 from zero_topo.quant.operands import DTYPES
 
 MODELS = [(torch.float32, "fp32"), (torch.float32, "bf16"), (torch.float32, "fp16")]
 MODELS += [(torch.bfloat16, "fp32"), (torch.float16, "fp32")]
 TYPES = [None, *DTYPES]
-MIXES = [
-    ((row, column) if row == column + 1 else late(row, column))
-    for row in range(len(MODELS))
-    for column in range(len(TYPES))
-]
+MIXES = [(row, column) for row in range(len(MODELS)) for column in range(len(TYPES))]
 
 
 def net(dtype: torch.dtype) -> Net:
@@ -55,7 +51,7 @@ def plain(row: int) -> list[float]:
     return train(job(row, {}, block("topo")))
 
 
-@pytest.mark.parametrize(("row", "column"), MIXES)
+@pytest.mark.parametrize(("row", "column"), cores([(2, 1)], MIXES))
 def test_every_mix_of_types_trains(row: int, column: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each type of the model with each in which gradients are sent and are summed."""
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
@@ -74,7 +70,7 @@ SYNCS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", often(("INT8 weights",), SYNCS))
+@pytest.mark.parametrize("name", SYNCS)
 def test_the_default_dtype_of_a_script_changes_nothing(name: str) -> None:
     """A script builds its model under BF16 as the default, and trains alike whether it then
     restores FP32 or not.
@@ -105,6 +101,7 @@ def mixed() -> Net:
     return model
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("model", "keys", "match"),
     [
