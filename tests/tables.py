@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -77,10 +76,9 @@ def scheme_cells(name: str) -> list[str]:
     ]
 
 
-def scheme_rows(short: bool = False) -> list[str]:
-    """The table of schemes; in short without the secondary copy and what is sent inside a node."""
-    found = [scheme_cells(name) for name in ROWS]
-    return [row([*cells[:2], *cells[3:6], cells[8]] if short else cells) for cells in found]
+def scheme_rows() -> list[str]:
+    """The table of schemes."""
+    return [row(scheme_cells(name)) for name in ROWS]
 
 
 def suite_rows() -> list[str]:
@@ -165,7 +163,6 @@ TABLES: Mapping[str, Callable[[], list[str]]] = MappingProxyType(
     {
         "plans": plan_rows,
         "schemes": scheme_rows,
-        "schemes, short": partial(scheme_rows, short=True),
         "refusals": refusal_rows,
         "deepspeed suite": suite_rows,
         "deepspeed suite, reasons": suite_reasons,
