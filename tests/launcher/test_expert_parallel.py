@@ -48,7 +48,7 @@ def own_groups() -> Iterator[None]:
         yield
 
 
-def job(zero_topo: dict[str, Any] | None, size: int = 2, steps: int = 10, **more: Any) -> Job:
+def job(zero_topo: dict[str, Any] | None, size: int = 2, steps: int = 4, **more: Any) -> Job:
     """Steps of two micro-batches whose gradients are clipped; the norms are compared too."""
     seen: list[float] = []
 
@@ -69,7 +69,7 @@ def under_stock(run_of: Job) -> Result:
 
 @pytest.mark.parametrize("size", [core(2), on_eight(2), on_eight(4)])
 def test_experts_train_and_resume_as_under_stock(size: int, shared_path: Path) -> None:
-    """Losses, norms that bind and weights of ten steps; checkpoints of both go on as their runs
+    """Losses, norms that bind and weights of four steps; checkpoints of both go on as their runs
     did.
     """
     zero = {"sub_group_size": 300, "stage3_param_persistence_threshold": 20}
@@ -85,7 +85,7 @@ def test_experts_train_and_resume_as_under_stock(size: int, shared_path: Path) -
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("scheme", ["zero3", "topo", "hsdp"])
 def test_experts_train_as_under_stock(scheme: str, size: int) -> None:
-    """Losses, norms that bind and weights of ten steps; on four ranks an expert-parallel size of
+    """Losses, norms that bind and weights of four steps; on four ranks an expert-parallel size of
     four leaves one.
     """
     zero = {"sub_group_size": 300, "stage3_param_persistence_threshold": 20}
@@ -167,19 +167,19 @@ def test_bytes_equal_the_formulas_of_both_trees(scheme: str, size: int) -> None:
 
 def test_a_resumed_run_with_codes_goes_on_with_equal_bits(shared_path: Path) -> None:
     """Also the experts' stored INT8 weights."""
-    saved = save(job(BLOCKS["codes"], steps=4), shared_path)
-    assert resume(job(BLOCKS["codes"], steps=4), shared_path) == saved.losses
+    saved = save(job(BLOCKS["codes"]), shared_path)
+    assert resume(job(BLOCKS["codes"]), shared_path) == saved.losses
 
 
 def test_stock_loads_a_checkpoint(shared_path: Path) -> None:
     """Saved by zero_topo."""
-    saved = save(job(BLOCKS["topo"], steps=4), shared_path)
-    assert resume(job(None, steps=4), shared_path) == pytest.approx(saved.losses, rel=EXACT)
+    saved = save(job(BLOCKS["topo"]), shared_path)
+    assert resume(job(None), shared_path) == pytest.approx(saved.losses, rel=EXACT)
 
 
 def test_offloaded_states_of_both_plans_come_back() -> None:
     """A run whose states are on the host between two steps goes on as if they had stayed."""
-    split = job(BLOCKS["topo"], steps=4)
+    split = job(BLOCKS["topo"])
     undisturbed = run(split).losses
 
     def away(engine: Any, step: int) -> None:
@@ -187,7 +187,7 @@ def test_offloaded_states_of_both_plans_come_back() -> None:
             engine.offload_states()
             engine.reload_states()
 
-    assert run(job(BLOCKS["topo"], steps=4, each_step=away)).losses == undisturbed
+    assert run(job(BLOCKS["topo"], each_step=away)).losses == undisturbed
 
 
 @pytest.mark.parametrize("shared", [1, on_eight(2)])
@@ -198,7 +198,7 @@ def test_sparse_sync_of_both_plans_converges(shared: int) -> None:
     sparse = block("topo", sync={"mode": "oktopk", "density": 0.2})
     ds = autotp(shared) if shared > 1 else {}
     batches = partial(inputs, dist.get_rank() // shared)
-    losses = run(job(sparse, ds=ds, batch=batches)).losses
+    losses = run(job(sparse, steps=10, ds=ds, batch=batches)).losses
     assert losses[-1] < losses[0] * 0.8
 
 

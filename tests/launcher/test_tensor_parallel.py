@@ -56,7 +56,7 @@ def own_groups() -> Iterator[None]:
         yield
 
 
-def job(zero_topo: dict[str, Any] | None, data_rank: int, steps: int = 10, **more: Any) -> Job:
+def job(zero_topo: dict[str, Any] | None, data_rank: int, steps: int = 4, **more: Any) -> Job:
     """Steps of two micro-batches whose gradients are clipped; the norms are compared too."""
     seen: list[float] = []
 
@@ -104,8 +104,7 @@ def under_stock(build: Callable[[dict[str, Any] | None], Job]) -> Result:
 
 @pytest.mark.parametrize("size", [core(2), on_eight(2), on_eight(4)])
 def test_autotp_trains_and_resumes_as_under_stock(size: int, shared_path: Path) -> None:
-    """Ten steps of ranks whose parts have different shapes; checkpoints of both go on as their runs
-    did.
+    """Ranks whose parts have different shapes; checkpoints of both go on as their runs did.
 
     Files are named by the rank in the data-parallel group and that in the tensor-parallel group, as
     stock's. A damaged one is refused by all ranks, also by those of the other data-parallel group,
@@ -135,7 +134,7 @@ def test_autotp_trains_and_resumes_as_under_stock(size: int, shared_path: Path) 
 
 @pytest.mark.parametrize("scheme", ["zero3", "topo", "hsdp"])
 def test_autotp_trains_as_under_stock(scheme: str) -> None:
-    """Losses, norms that bind and weights of ten steps."""
+    """Losses, norms that bind and weights of four steps."""
     stock = under_stock(by_autotp)
     assert_equal(run(by_autotp(block(scheme))), stock, EXACT)
 
@@ -213,11 +212,11 @@ def test_stock_with_an_mpu_trains_as_one_rank_does(pair: Mpu) -> None:
 def test_ranks_far_apart_share_layers() -> None:
     """Tensor-parallel ranks on different nodes; each data-parallel group has whole nodes."""
     mpu = Mpu(2, far=True)
-    stock = under_stock(partial(by_mpu, mpu=mpu, steps=4))
-    with running(by_mpu(block("topo"), mpu, steps=4)) as engine:
+    stock = under_stock(partial(by_mpu, mpu=mpu))
+    with running(by_mpu(block("topo"), mpu)) as engine:
         tree = zero_topo.stats(engine).config.topology
         assert (tree.nodes, tree.ranks_per_node) == (1, dist.get_world_size() // 2)
-    assert_equal(run(by_mpu(block("topo"), mpu, steps=4)), stock, EXACT)
+    assert_equal(run(by_mpu(block("topo"), mpu)), stock, EXACT)
     mpu.destroy()
 
 

@@ -1,84 +1,65 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Benchmarks: what they measure, write and show, and what every record carries."""
+"""Benchmarks start, take every scheme that they know, and compare losses by seed."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks import quantizers, ranks
-from benchmarks.__main__ import main as benchmarks
+from benchmarks import quantizers
+from benchmarks.__main__ import main
+from benchmarks.choice import schemes_named
+from benchmarks.cluster import ClusterBench
+from benchmarks.convergence import Convergence, compare, run
+from benchmarks.emulated_cluster.spec import SPECS
+from benchmarks.schemes import KNOWN
+from benchmarks.training_setup import TrainingSetup
 
-KEYS = {
-    "backend",
-    "op",
-    "dtype",
-    "bits",
-    "block_size",
-    "threads",
-    "gb_per_s",
-    "memcpy_gb_per_s",
-    "memcpy_ratio",
-}
-QUICK = quantizers.Settings(
-    nbytes=1 << 16, repeats=2, threads=(1,), dtypes=("fp32",), block_sizes=(256,), bits=(8,)
-)
+SETUP = TrainingSetup(layers=1, width=64, context=8, batch=1, bf16=False)
 
 
-@pytest.fixture(autouse=True)
-def without_compiling_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.compile takes a minute the first time; the other peers stay."""
+def test_quantizers_writes_the_record_that_it_prints(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # torch.compile takes a minute
     found = quantizers.peers
     monkeypatch.setattr(
         quantizers, "peers", lambda *a: (p for p in found(*a) if p.name != "torch.compile")
     )
-
-
-def test_a_record_has_every_backend_and_peer_next_to_a_copy() -> None:
-    """One result per kernel, with the ratio of its traffic to a copy's of the same run; absent ones
-    say why.
-    """
-    ticks: list[int] = []
-    *_, content = quantizers.run(QUICK, lambda words, done: ticks.append(done))
-    assert sum(ticks) == QUICK.ticks()
-    assert {"benchmark", "machine", "versions", "settings", "results", "skipped"} <= set(content)
-    assert all(set(row) >= KEYS for row in content["results"])
-    names = {row["backend"] for row in content["results"]}
-    assert {"reference", "eager", "fbgemm"} <= names and names | set(content["skipped"]) >= {
-        "native",
-        "triton",
-    }
-    assert {row["op"] for row in content["results"] if row["backend"] == "reference"} >= {
-        "assess",
-        "emit",
-        "apply",
-    }
-    (row,) = (
-        row
-        for row in content["results"]
-        if (row["backend"], row["op"]) == ("reference", "quantize")
-    )
-    assert row["memcpy_ratio"] == pytest.approx(row["gb_per_s"] / row["memcpy_gb_per_s"])
-    assert row["seconds"]["repeats"] == 2 and row["seconds"]["min"] <= row["seconds"]["median"]
-    traffic = row["gb_per_s"] * 1e9 * row["seconds"]["median"]
-    assert traffic == pytest.approx((1 << 16) + (1 << 14) + 256)  # FP32 in, INT8 and 64 scales out
-
-
-def test_the_command_writes_its_record_and_prints_json(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """`--json` prints the record itself."""
     file = tmp_path / "record.json"
-    words = (
-        "quantizers --size 65536 --repeats 1 --threads 1 --dtypes bf16 --blocks 64 --json --record"
-    )
-    status = benchmarks([*words.split(), str(file)])
-    assert status == 0 and json.loads(capsys.readouterr().out) == json.loads(file.read_text())
+    words = "quantizers --size 65536 --repeats 1 --threads 1 --dtypes bf16 --blocks 64 --json"
+    assert main([*words.split(), "--record", str(file)]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(file.read_text())
 
 
-def test_ranks_that_memory_cannot_hold_are_refused_before_any_starts() -> None:
-    """99,999 ranks once filled the machine."""
-    with pytest.raises(ValueError, match="99,999 ranks of"):
-        ranks.Ranks("a:b", {}, [ranks.Place({})] * 99_999)
+def test_cluster_takes_every_scheme() -> None:
+    setup = replace(SETUP, width=128, bf16=True)
+    for spec in SPECS.values():
+        ClusterBench(spec, tuple(KNOWN.values()), (1, 8), setup, warmup=60)
+
+
+def test_convergence_trains_in_one_process() -> None:
+    wanted = tuple(schemes_named(["oktopk"]))
+    bench = Convergence(wanted, SETUP, 10, (0,), floors=0, shape=(2, 1, 1), one_process=True)
+    *_, content = run(bench, lambda *_: None)
+    assert {row["scheme"] for row in content["results"]} == {"stock", "oktopk"}
+
+
+def curve(level: float, *last: float, evaluation: float) -> dict[str, Any]:
+    losses = [level] * (20 - len(last)) + list(last)
+    return {"losses": losses, "evaluation": evaluation, "crossing_bytes": None}
+
+
+def test_differences_are_paired_by_seed() -> None:
+    """Seeds far apart do not hide a scheme that is one percent worse with each of them."""
+    plain = {0: curve(1.0, evaluation=1.0), 1: curve(3.0, evaluation=3.0)}
+    worse = {0: curve(1.0, 1.01, 1.01, evaluation=0.99), 1: curve(3.0, 3.03, 3.03, evaluation=3.06)}
+    stock, topo = compare({"stock": plain, "topo": worse})
+    assert stock["last"]["difference"]["worst"] == 0 and stock["last"]["loss"] == 2.0
+    assert topo["last"]["difference"]["by_seed"] == pytest.approx({"0": 0.01, "1": 0.01})
+    assert topo["overall"]["difference"]["mean"] == pytest.approx(0.001)
+    assert topo["evaluation"]["difference"]["worst"] == pytest.approx(0.02)

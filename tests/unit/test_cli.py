@@ -9,13 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.commands import Run
 from tests.plans import config_file, printed
-from zero_topo.cli.app import build
 from zero_topo.cli.inputs import read_count
 
 EMULATED = {"emulated": {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}}
@@ -84,16 +82,6 @@ def test_check_tells_what_is_left_out(run: Run, tmp_path: Path) -> None:
     assert "offload_param" not in run("check", config_file(tmp_path, block))[1]
 
 
-def test_check_lists_every_refused_setting_one_a_line(run: Run, tmp_path: Path) -> None:
-    path = config_file(tmp_path, {}, hybrid_engine={"enabled": True}, compile={"deepcompile": True})
-    status, out, err = run("check", path)
-    assert (status, out) == (2, "")
-    assert [line.split()[2] for line in err.splitlines()] == [
-        "hybrid_engine.enabled",
-        "compile.deepcompile",
-    ]
-
-
 def test_a_reader_that_stops_early_gets_no_traceback(tmp_path: Path) -> None:
     machine = tmp_path / "m.json"
     order = list(range(80_000))[::-1]  # more text than a pipe holds
@@ -103,12 +91,6 @@ def test_a_reader_that_stops_early_gets_no_traceback(tmp_path: Path) -> None:
     command = f"{sys.executable} -m zero_topo.cli topology --from {machine} --json | head -c 10"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
     assert done.stderr == ""
-
-
-def test_no_command_shows_the_list_of_commands(run: Run) -> None:
-    status, out, _ = run()
-    assert status == 0
-    assert all(name in out for name in ("topology", "plan", "check", "doctor"))
 
 
 @given(number=st.integers(1, 10**15))
@@ -129,16 +111,3 @@ def test_decimal_counts_are_exact(text: str, value: int) -> None:
 def test_what_is_not_a_count_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not a positive whole number"):
         read_count(text, "n")
-
-
-def test_no_command_has_more_options_than_a_user_reads() -> None:
-    """Seventeen at most, and ten of plan, without --help."""
-    commands = dict(typer.main.get_command(build()).commands)  # type: ignore[attr-defined]
-    commands |= {
-        f"launch {name}": command for name, command in commands.pop("launch").commands.items()
-    }
-    many = {
-        name: len([p for p in command.params if p.param_type_name == "option"])
-        for name, command in commands.items()
-    }
-    assert max(many.values()) <= 17 and many["plan"] <= 10, many

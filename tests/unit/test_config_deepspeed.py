@@ -6,9 +6,7 @@ or by DeepSpeed.
 from __future__ import annotations
 
 import base64
-import importlib.util
 import json
-import logging
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -310,35 +308,6 @@ def test_refused_switches_are_on_where_deepspeed_takes_them_as_on() -> None:
             expected = False
         assert on(value) == expected
         assert bool(deepspeed_problems(dotted(**{f"{ZERO}.{key}": value}))) == expected
-
-
-def test_the_switches_of_the_table_are_read_unconverted() -> None:
-    """By the installed DeepSpeed; one that converts its switch would not belong there."""
-    module = pytest.importorskip("deepspeed.runtime.config")
-    logging.disable(logging.WARNING)
-    try:
-        for name in (
-            "prescale_gradients",
-            "zero_allow_untested_optimizer",
-            "dataloader_drop_last",
-            "memory_breakdown",
-            "dump_state",
-        ):
-            assert name in TRUTHS
-            assert getattr(module.DeepSpeedConfig({**GOOD, name: "false"}), name) == "false"
-    finally:
-        logging.disable(logging.NOTSET)
-
-
-def test_every_refused_key_exists_in_the_installed_deepspeed() -> None:
-    found = importlib.util.find_spec("deepspeed")
-    if found is None or not found.submodule_search_locations:
-        pytest.skip("deepspeed is not installed")
-    root = Path(found.submodule_search_locations[0])
-    files = [*(root / "runtime").rglob("*.py"), root / "compile" / "config.py"]
-    text = "\n".join(file.read_text(encoding="utf-8") for file in files)
-    keys = {part for row in REFUSED_KEYS for part in row["key"].split(".")}
-    assert sorted(key for key in keys if key not in text) == []
 
 
 def test_what_asks_for_less_than_is_done_is_taken_out_of_the_config() -> None:

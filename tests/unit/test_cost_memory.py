@@ -24,12 +24,10 @@ from zero_topo.cost.memory import (
     moments,
     padding_bytes,
     predict_memory,
-    publish_bytes,
 )
-from zero_topo.cost.tensor import part_of, tree_of
+from zero_topo.cost.tensor import part_of
 from zero_topo.cost.transformer import Transformer
 from zero_topo.cost.volume import Workload
-from zero_topo.quant.spec import ChangeSpec
 from zero_topo.topology.model import Topology
 
 FRONTIER = Topology("frontier", nodes=48, gpus_per_node=4, ranks_per_gpu=2)
@@ -215,27 +213,6 @@ def test_deepspeeds_own_settings_count() -> None:
         job(reduce_bucket_size="x")
 
 
-def test_masks_of_radius_are_a_bit_for_each_element() -> None:
-    config = resolve(scheme="topo", sync={"mode": "radius"})
-    work = Workload.uniform([8192])
-    stored = predict_memory(config, work, Job(GPT2))
-    assert stored["masks"] == 2 * 1024 // 8  # P = 2 nodes, C = 8192 / 8
-    assert stored["residual"] == 4 * 2 * 1024
-
-
-def test_messages_of_publish_are_counted_as_if_all_blocks_were_sent_whole() -> None:
-    """A rank's, from 48 nodes, then from the four that share its rows with it; whole weights take
-    twice the bytes.
-    """
-    work, blocks = Workload.uniform([384 * 256 * 1000]), 1000
-    config, whole = (
-        resolve(FRONTIER, scheme="topo", quantize={"resident": key}) for key in ("int8", None)
-    )
-    message = ChangeSpec(256).largest(blocks)
-    assert publish_bytes(config, work, None) == 48 * message + 192 * message
-    assert 1.9 < publish_bytes(whole, work, None) / publish_bytes(config, work, None) < 2
-
-
 def test_a_rank_has_its_part_of_matrices_flops_logits_and_activations() -> None:
     """By hand: norms and the biases of what is all-reduced stay whole."""
     part, whole = part_of(NEOX, 2), NEOX
@@ -249,13 +226,3 @@ def test_a_rank_has_its_part_of_matrices_flops_logits_and_activations() -> None:
     logits, ends = 3.52 * 4 * 2048 * NEOX.vocab, 4 * 2048 * h
     masks_and_scores = 2 * (one - logits - ends) * 22 / 34 / 2
     assert two == pytest.approx(masks_and_scores + logits / 2 + ends, rel=0.01)
-
-
-def test_a_tree_is_cut_along_its_gpus() -> None:
-    tree = tree_of(FRONTIER, 4)
-    assert (tree.nodes, tree.gpus_per_node, tree.ranks_per_gpu) == (48, 2, 1)
-    with pytest.raises(
-        ValueError,
-        match=r"3 tensor parallel ranks do not divide the 8 ranks .* one of \[1, 2, 4, 8\]",
-    ):
-        tree_of(FRONTIER, 3)

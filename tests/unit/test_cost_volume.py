@@ -359,27 +359,3 @@ def test_our_plans_are_the_rows_of_table_vii(row: str, block: dict[str, Any]) ->
     ours = {key: volume for key, volume in table_units(config).items() if key[0] in phases}
     assert ours == {(term.phase, term.domain): term.volume for term in table}
     assert [config.plan.pair_of(phase)[1] for phase in phases] == [term.degree for term in table]
-
-
-def test_stock_hpz_moves_16_bits_where_the_papers_table_counts_8() -> None:
-    assert table_units(resolve(FRONTIER, scheme="zero++"))["gather_backward", "node"] == Fraction(
-        7, 8
-    )
-
-
-def test_what_crosses_nodes_per_step_is_2_for_the_papers_sync_and_1_for_ours_plus_1_publish() -> (
-    None
-):
-    """Per node, in units of M, for many nodes: the design's reason for reducing straight to the
-    optimizer shard.
-    """
-    wide = Topology("wide", nodes=1000, gpus_per_node=4, ranks_per_gpu=2)
-
-    def crossing(scheme: str, phase: str) -> float:
-        config = resolve(wide, scheme=scheme, quantize={"resident": None})
-        return float(8 * table_units(config).get((phase, "world"), 0))
-
-    assert crossing("paper", "sync") == pytest.approx(2, rel=2e-3)
-    assert crossing("topo", "sync") == pytest.approx(1, rel=2e-3)
-    assert crossing("topo", "publish") == pytest.approx(1, rel=2e-3)
-    assert crossing("paper", "gather_forward") == 0

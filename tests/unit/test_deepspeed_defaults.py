@@ -57,17 +57,6 @@ def test_sizes_that_predictions_assume() -> None:
     assert "10^9 elements by default" in memory and "5 * 10^8 by default" in memory
 
 
-def test_other_defaults_that_lines_and_pages_name() -> None:
-    """The throughput timer synchronizes, gradients have the model's type, Newton-Schulz is
-    Gram's.
-    """
-    assert default_of("utils.config", "DeepSpeedThroughputTimerConfig", "synchronized") is True
-    assert pytest.importorskip("deepspeed.runtime.constants").GRAD_ACCUM_DTYPE_DEFAULT is None
-    assert default_of("runtime.zero.config", "DeepSpeedZeroConfig", "zero_hpz_partition_size") == 1
-    muon = pytest.importorskip("deepspeed.runtime.zero.muon.original_muon").muon_update
-    assert inspect.signature(muon).parameters["ns_method"].default == "gram"
-
-
 # -- clipping where it matters ---------------------------------------------------------------------
 
 

@@ -196,24 +196,3 @@ def test_planning_runs_without_torch(words: str, seconds: float) -> None:
         after.children_user + after.children_system - before.children_user - before.children_system
         < seconds
     )
-
-
-def test_the_rooms_exist() -> None:
-    """The rule above would allow nothing if the rooms' names were wrong: the rooms of the house
-    exist in it.
-    """
-    rooms = {room(module) for module in MODULES}
-    assert {
-        "units",
-        "topology",
-        "plan",
-        "quant.spec",
-        "quant",
-        "collectives",
-        "sync",
-        "engine",
-        "config",
-    } <= rooms
-    assert room("zero_topo.quant.spec") == "quant.spec"
-    assert room("zero_topo.quant.ops") == "quant"
-    assert room("zero_topo") == ""

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -115,9 +114,3 @@ def test_a_live_module_is_planned_for(capsys: pytest.CaptureFixture[str]) -> Non
     assert out.startswith("Live: ") and "3 layers of width 64" in out and "- needs " in out
     assert (plan.weights, plan.gradients, plan.optimizer) == (1, 1, 16)
     assert "1 x 128 tokens a micro-batch" in out
-
-
-@pytest.mark.parametrize("wrong", [{"machine": "fronter"}, {"ranks": 12}])
-def test_a_wrong_machine_is_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"fronter|does not fill"):
-        zero_topo.estimate(Live(), **{"machine": "frontier", "ranks": 16, **wrong})

@@ -99,23 +99,6 @@ def test_what_a_dead_process_left_does_not_stop_the_next(toy: Path) -> None:
         assert names(directory) == {jit.LOCK, "zt_toy.so", *([] if age else [other.name])}
 
 
-def test_one_rank_of_a_node_compiles(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others never ask for the lock, they look for the library; it may come from any node."""
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    monkeypatch.setattr(
-        jit, "_try_lock", lambda lock: pytest.fail("a second rank of a node asked for the lock")
-    )
-    compiles: list[Path] = []
-    wanted = recipe(toy, compiles)
-    with ThreadPoolExecutor(1) as rank:
-        waiting = rank.submit(jit.load, wanted, 20.0)
-        wanted.library().parent.mkdir(parents=True, exist_ok=True)
-        wanted.compile(toy.parent)
-        jit.seal(toy.parent / "zt_toy.so")
-        os.replace(toy.parent / "zt_toy.so", wanted.library())
-    assert waiting.result().answer == 42
-
-
 def test_when_the_builder_dies_another_rank_goes_on(
     toy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,22 +147,6 @@ def test_ranks_that_wait_hear_why_a_compile_failed(
             with pytest.raises(jit.BuildError, match="no such luck"):
                 rank.result()
     assert time.monotonic() - began < 10
-
-
-@pytest.mark.parametrize(("ranks", "most"), [(1, 10.0), (75_264, 1500.0)])
-def test_a_cluster_of_any_size_looks_as_often(
-    ranks: int, most: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A shared file system sees so many looks a second from all ranks together; no two ranks stay
-    in step.
-    """
-    monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    slept: list[float] = []
-    monkeypatch.setattr(jit.time, "sleep", slept.append)
-    for _ in zip(range(101), jit._looks(), strict=False):
-        pass
-    waits = slept[1:]
-    assert ranks * len(waits) / sum(waits) < most and len(set(waits)) == len(waits)
 
 
 def test_a_holder_that_does_not_finish_is_named(toy: Path) -> None:

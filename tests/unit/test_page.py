@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import Run
-from tests.unit.test_report import EXACT, RESULT, RUN, SENT, STORED, folder
+from tests.unit.test_report import EXACT, RESULT, RUN, SENT, folder
 from zero_topo.observe.report import build_report
 from zero_topo.observe.tables import render
 
@@ -71,24 +71,6 @@ def test_every_number_is_the_runs(folder: Path) -> None:
     ):
         assert words in re.sub(r"\s+", " ", page.text), words
     assert len(pictures(page)) == 3 and all("<svg" in picture for picture in pictures(page))
-
-
-def test_pictures_show_what_the_log_holds(folder: Path) -> None:
-    """Other losses, bytes or memory are other pictures, and no other picture changes."""
-    build_report(folder, RUN, [EXACT] * 8, **RESULT)
-    usual, log = pictures(Page(folder / "report.html")), (folder / "metrics.jsonl").read_text()
-    more = {key: 2 * nbytes for key, nbytes in SENT.items()}
-    stored = {role: 2 * nbytes for role, nbytes in STORED.items()}
-    cases = {
-        0: (log.replace('"loss": 4.0', '"loss": 4.5'), EXACT),
-        1: (log, (more, STORED, 0)),
-        2: (log, (SENT, stored, 0)),
-    }
-    for place, (lines, rank) in cases.items():
-        (folder / "metrics.jsonl").write_text(lines)
-        build_report(folder, RUN, [rank] * 8, **RESULT)
-        found = pictures(Page(folder / "report.html"))
-        assert [at for at in range(3) if found[at] != usual[at]] == [place]
 
 
 def test_the_page_is_alone_and_nothing_in_it_acts(folder: Path) -> None:
@@ -150,13 +132,6 @@ def test_a_report_that_lacks_a_part_is_one_line(folder: Path, run: Run, part: st
     (folder / "report.json").write_text(json.dumps(report))
     status, _, said = run("report", str(folder))
     assert status == 2 and len(said.splitlines()) == 1 and f"report.json lacks '{part}'" in said
-
-
-def test_a_run_of_stock_zero3_has_a_page(folder: Path) -> None:
-    """Its loss, the sentence that says why there is no more, and its config."""
-    build_report(folder, None, [], **RESULT)
-    page = Page(folder / "report.html")
-    assert "stock ZeRO-3" in page.text and len(pictures(page)) == 1
 
 
 def test_reports_hold_no_key_to_an_account(folder: Path) -> None:

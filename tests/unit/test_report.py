@@ -19,7 +19,6 @@ from zero_topo.observe.report import Stats, build_report
 from zero_topo.observe.runlog import (
     log_evaluation,
     log_step,
-    new_run_folder,
     read_metrics,
     read_report,
 )
@@ -172,17 +171,6 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
         read_report(tmp_path)
 
 
-def test_memory_formula_takes_the_buffers_types_from_the_engine(folder: Path) -> None:
-    """Gradients accumulated in FP32 and FP32 weights that are their own master are counted as the
-    engine says.
-    """
-    report = build_report(
-        folder, replace(RUN, accumulation_itemsize=4, optimizer_itemsize=8), [EXACT], **RESULT
-    )
-    rows = {row["role"]: row["formula"] for row in report["zero_topo"]["memory"]}
-    assert rows == memory_bytes(RUN.config, RUN.work, 4, 8)
-
-
 def test_a_report_of_one_rank_says_so(folder: Path) -> None:
     """The key `report` has rank 0 write its own measurements; on a CPU the peak is that of the
     process.
@@ -197,20 +185,6 @@ def test_a_report_of_one_rank_says_so(folder: Path) -> None:
     assert "Peak memory: 4.25 MB of the process" in text
 
 
-def test_a_run_without_a_log_has_a_report(tmp_path: Path) -> None:
-    """`zero_topo.report(engine, folder)` of a script that logs elsewhere: bytes and memory, no
-    losses.
-    """
-    report = build_report(tmp_path / "new", RUN, [EXACT] * 8, **RESULT)
-    assert (report["steps"], report["first_loss"], report["seconds_per_step"], report["pace"]) == (
-        0,
-        None,
-        None,
-        {},
-    )
-    assert "loss" not in render(tmp_path / "new").replace("loss.png", "")
-
-
 def test_a_report_needs_no_matplotlib(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank has the package without extras: it leaves report.json, of which `zero-topo report`
     makes the page.
@@ -218,10 +192,3 @@ def test_a_report_needs_no_matplotlib(folder: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("zero_topo.observe.report.find_spec", lambda _: None)
     build_report(folder, RUN, [EXACT] * 8, **RESULT)
     assert {path.name for path in folder.iterdir()} == {"metrics.jsonl", "report.json"}
-
-
-def test_run_folders_are_named_after_config_and_time() -> None:
-    """Two configs' runs do not overwrite each other, and naming a folder creates none."""
-    folder = new_run_folder("demo")
-    assert folder.parent == Path("runs") and folder.name.startswith("demo-2")
-    assert not folder.exists()

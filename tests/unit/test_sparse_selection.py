@@ -6,7 +6,6 @@ many as they should.
 from __future__ import annotations
 
 from functools import partial
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -74,15 +73,6 @@ def test_indices_do_not_wrap(numel: int, dtype: torch.dtype) -> None:
     selected = Selected(indices, torch.ones(len(indices)))
     assert torch.equal(records.decode(records.encode(selected)).indices, indices)
     assert records.nbytes == (4 if numel <= 2**32 else 8) + dtype.itemsize
-
-
-@given(VECTORS, st.lists(st.integers(0, 200), max_size=5))
-def test_every_selection_lies_in_one_region(x: Tensor, cuts: list[int]) -> None:
-    """Counts of neighbouring regions add up to all selections; equal bounds hold none."""
-    bounds = [0, *sorted(min(cut, x.numel()) for cut in cuts), x.numel()]
-    selected = non_zero(x)
-    counts = selected.counts(torch.tensor(bounds)).tolist()
-    assert counts == [int(x[a:b].count_nonzero()) for a, b in pairwise(bounds)]
 
 
 @given(st.lists(VECTORS, min_size=1, max_size=40))
@@ -200,12 +190,6 @@ def test_a_vector_longer_than_torch_selects_from_is_cut(
     assert torch.equal(kth_largest(x, 120), bound)
 
 
-@given(VECTORS)
-def test_positions_are_those_of_a_mask(x: Tensor) -> None:
-    """Ascending, as many as there are."""
-    assert torch.equal(positions(x > 0, int((x > 0).sum())), (x > 0).nonzero()[:, 0])
-
-
 @pytest.mark.parametrize(
     ("processors", "dtype"), [(132, torch.bool), (256, torch.bool), (304, torch.int16)]
 )
@@ -277,24 +261,6 @@ def test_the_largest_of_each_part_are_those_of_a_sort(
         assert stored.nonzero()[:, 0].tolist() == sorted(
             sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))[:count]
         )
-
-
-def test_rows_are_of_a_table() -> None:
-    """Of FP32, with as many elements in a row as are asked for."""
-    for wrong, k in ((torch.ones(4), 1), (torch.ones(4, 4).T[:2], 1), (torch.ones(2, 4).half(), 1)):
-        with pytest.raises(ValueError, match=r"must be|of each row"):
-            ops.row_largest(wrong, k)
-    for k in (0, 5):
-        with pytest.raises(ValueError, match=rf"{k} elements of each row of \(2, 4\)"):
-            ops.row_largest(torch.ones(2, 4), k)
-    assert ops.row_largest(torch.ones(0, 4), 2).shape == (0, 2)
-
-
-def test_sketches_are_of_vectors() -> None:
-    """Of one, or of a row for each member."""
-    for wrong in (torch.tensor(1.0), torch.ones(2, 2, 2), torch.ones(4, 4).T):
-        with pytest.raises(ValueError, match="x must be 1-D and contiguous"):
-            ops.sketch(wrong, 1, 3)
 
 
 @pytest.mark.parametrize("kind", ["normal", "equal", "zeros", "nan"])

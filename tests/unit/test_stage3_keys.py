@@ -5,7 +5,6 @@ supported release.
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 from typing import Any
@@ -95,11 +94,3 @@ def test_both_names_of_a_key_are_treated_alike() -> None:
         assert bool(deepspeed_problems(of(name, True))) == bool(
             deepspeed_problems(of(field.alias, True))
         ), name
-
-
-def test_keys_without_an_effect_are_not_read_by_deepspeeds_stage_3() -> None:
-    """Neither by its optimizer nor by what partitions parameters."""
-    stage3 = pytest.importorskip("deepspeed.runtime.zero.stage3")
-    source = inspect.getsource(stage3)
-    unread = [key for key, stated in STATED.items() if stated == "no effect" and "muon" not in key]
-    assert unread and not [key for key in unread if re.search(rf"self\.{key}\b|\b{key}=", source)]

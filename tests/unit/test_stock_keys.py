@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from argparse import Namespace
 from itertools import chain, combinations
@@ -15,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.commands import Run
-from tests.launching import ROOT as CHECKOUT
 from tests.plans import printed
 from zero_topo.config import ZeroTopoConfig, deepspeed_problems
 from zero_topo.config.stock_keys import KEYS, ZERO, switched_on, translate
@@ -196,15 +194,6 @@ def test_translation_takes_any_json_leaves_its_argument_and_is_done_once(
     assert translate(found.config).lines == ()
 
 
-def test_every_key_is_known_to_the_installed_deepspeed() -> None:
-    """Those that are gone stand in its list of what it refuses."""
-    found = importlib.util.find_spec("deepspeed")
-    assert found is not None and found.submodule_search_locations
-    root = Path(found.submodule_search_locations[0]) / "runtime"
-    text = (root / "config.py").read_text() + (root / "zero" / "config.py").read_text()
-    assert [key for key in KEYS if f'"{key}"' not in text and f"{key}:" not in text] == []
-
-
 @pytest.mark.parametrize("carried_by", ["config", "config_params", "args"])
 def test_deepspeed_gets_the_config_without_the_keys(
     carried_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -241,13 +230,3 @@ def test_deepspeed_gets_the_config_without_the_keys(
     monkeypatch.setenv("RANK", "1")
     checked_first(initialize)(**given)
     assert len(said) == 3, "another rank says nothing"
-
-
-def test_the_page_shows_what_becomes_of_a_config(run: Run, tmp_path: Path) -> None:
-    """Its second config is what becomes of the first, and its table has every key."""
-    text, path = (CHECKOUT / "docs/removed-features.md").read_text(), tmp_path / "ds.json"
-    before, after = (json.loads(part.partition("```")[0]) for part in text.split("```json")[1:3])
-    path.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, **before}))
-    words = "check", str(path), "--machine", "dgx-h100", "--nodes", "4"
-    assert printed(run, *words)["config"] == {"train_micro_batch_size_per_gpu": 1, **after}
-    assert [key for key in KEYS if key not in text] == []

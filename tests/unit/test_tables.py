@@ -10,12 +10,9 @@ import pytest
 import zero_topo
 from tests.documents import record, tables
 from tests.launching import ROOT
-from tests.plans import resolve
-from tests.tables import HELD_BY_TESTS, MICRO_BATCHES, PARAMETERS, RANKS, ROWS, TABLES
+from tests.tables import HELD_BY_TESTS, TABLES
 from zero_topo.config import ZeroTopoConfig
-from zero_topo.cost import Workload, by_domain, step_bytes
 from zero_topo.topology import preset_names
-from zero_topo.topology.presets import load_preset
 
 RECORDS = [
     *("formats-defaults", "formats-sync"),
@@ -45,24 +42,6 @@ def test_every_loss_is_compared_with_stocks(name: str) -> None:
         for measure in ("last", "evaluation"):
             share = result[measure]["loss"] / means["stock"][measure]["loss"] - 1
             assert result[measure]["difference"]["mean"] == pytest.approx(share, abs=2e-3)
-
-
-def test_the_remark_on_single_micro_batches_is_true() -> None:
-    """Between nodes `zero++` sends less than `topo` at one micro-batch per step, more at four, and
-    more than NF4.
-    """
-    topology = load_preset("frontier", RANKS)
-    sent = {}
-    few = "`topo` with NF4 sync"
-    for name in ("`zero++`", "`topo`", few):
-        config = resolve(topology, **ROWS[name])
-        for batches in (1, MICRO_BATCHES):
-            work = Workload.uniform([PARAMETERS], micro_batches=batches)
-            sent[name, batches] = by_domain(step_bytes(config, work))["world"]
-    assert (
-        sent[few, 1] < sent["`zero++`", 1] < sent["`topo`", 1]
-        and sent["`zero++`", 4] > sent["`topo`", 4]
-    )
 
 
 def test_the_table_of_keys_names_every_key() -> None:

@@ -95,13 +95,6 @@ def test_a_machine_is_found_from_its_hosts_and_devices(name: str) -> None:
     assert found.hosts == tuple(dict.fromkeys(placement.host for placement in placements))
 
 
-def test_presets_of_the_same_machines_have_the_same_trees() -> None:
-    for name, machine in (("frontier", "frontier"), ("dgx-h100", "DGX H100"), ("aurora", "Aurora")):
-        placements, expected = MACHINES[machine]
-        assert shape(load_preset(name, len(placements))) == expected
-        assert resolve_topology(name, len(placements), placements).order is None
-
-
 @given(st.data(), st.sampled_from(sorted(MACHINES)))
 def test_any_order_of_ranks_gives_the_same_tree(data: st.DataObject, name: str) -> None:
     """Ranks share a host and a GPU in the tree exactly if they do on the machine; a stated machine
@@ -131,15 +124,6 @@ def test_ranks_dealt_to_the_hosts_in_turn() -> None:
     expected = tuple(rank % 2 * 8 + rank // 2 for rank in range(16))
     assert found_tree(cyclic).order == expected
     assert resolve_topology("frontier", 16, cyclic).order == expected
-
-
-def test_gcds_bound_in_the_order_of_their_cores() -> None:
-    """Local ranks on GCDs 4, 5, 2, 3, 6, 7, 0, 1, as --gpu-bind=closest binds them on Frontier."""
-    closest = [FRONTIER[gcd] for gcd in (4, 5, 2, 3, 6, 7, 0, 1)]
-    assert found_tree(node("n0", MI250X, FRONTIER, used=closest)).order is None
-    apart = [FRONTIER[gcd] for gcd in (0, 2, 4, 6, 1, 3, 5, 7)]
-    found = found_tree(node("n0", MI250X, FRONTIER, used=apart))
-    assert found.order == (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 # -- NVLink over several hosts ---------------------------------------------------------------------
@@ -313,13 +297,6 @@ def test_an_irregular_machine_is_refused_with_the_odd_part_and_the_way_out(
         resolve_topology("auto", len(placements), placements)
     assert ("GPU" in complaint) == ('"topology" is a preset, a JSON file' in str(caught.value))
     assert "\n" not in str(caught.value)
-
-
-def test_what_the_error_names_is_a_way_out() -> None:
-    """A stated flat node is accepted where the packages are no tree."""
-    flat = {"nodes": 1, "gpus_per_node": 7, "ranks_per_gpu": 1}
-    placements = node("n0", MI250X, FRONTIER, used=FRONTIER[:7])
-    assert shape(resolve_topology(flat, 7, placements)) == (1, 7, 1)
 
 
 def on(hosts: str) -> list[Placement]:
