@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import Run
-from tests.unit.test_report import EXACT, RESULT, RUN, SENT, folder
+from tests.unit.test_report import EXACT, RESULT, RUN, folder
 from zero_topo.observe.report import build_report
 from zero_topo.observe.tables import render
 
@@ -93,25 +93,6 @@ def test_the_page_is_alone_and_nothing_in_it_acts(folder: Path) -> None:
         and "url(" not in text
     )
     assert not [svg for svg in pictures(page) if re.search(r'<script|href="(?!#|data:)', svg)]
-
-
-def test_no_name_acts_on_the_terminal(folder: Path, run: Run) -> None:
-    """Names come from files: what would move the cursor or set the clipboard is written as an
-    escape, everywhere.
-    """
-    bad = "\x1b]52;c;eA==\x07\u202e"
-    (folder / bad).mkdir()
-    machine = folder / bad / "machine.json"
-    machine.write_text(
-        json.dumps({"name": bad, "nodes": 1, "gpus_per_node": 2, "ranks_per_gpu": 1})
-    )
-    build_report(folder, RUN, [(SENT, {bad: 1}, 0)], **(RESULT | {"title": bad}))
-    for words in (("topology", "--from", str(machine)), ("report", str(folder)), ("check", bad)):
-        _, out, err = run(*words)
-        said = out + err
-        assert re.search(r"\\(x1b|u001b)]52;c;eA==.*\\u202e", said) and not re.search(
-            "[\x1b\x07\u202e]", said
-        ), words
 
 
 def test_the_same_run_is_the_same_bytes(folder: Path, run: Run) -> None:
