@@ -32,9 +32,7 @@ from zero_topo.config import (
     load_deepspeed_config,
     resolve_config,
 )
-from zero_topo.config.removed import REMOVED
 from zero_topo.cost import Workload, by_domain, memory_bytes, step_bytes
-from zero_topo.strict import as_json
 from zero_topo.topology.presets import load_preset
 from zero_topo.units import format_bytes
 
@@ -108,12 +106,12 @@ def suite_reasons() -> list[str]:
 
 
 def feature_rows() -> list[str]:
-    """The features and what happens under every scheme, from the record committed."""
-    rows = []
+    """What happens under every scheme, and of which features, from the record committed."""
+    features: dict[str, list[str]] = {}
     for name, cells in recorded()["cells"].items():
         (said,) = set(cells.values())
-        rows.append(row([name, said]))
-    return rows
+        features.setdefault(said, []).append(name)
+    return [row([said, "; ".join(names)]) for said, names in features.items()]
 
 
 REFUSED = (
@@ -150,15 +148,6 @@ def refusal(changed: dict[str, Any]) -> str:
     raise AssertionError(f"{changed} is not rejected: take it out of the table")
 
 
-def removed_rows() -> list[str]:
-    """One row for each key or value that the parser rejects as removed."""
-    rows = []
-    for removed in REMOVED:
-        value = "" if removed.value is None else f": {as_json(removed.value)}"
-        rows.append(row([f"`{removed.key}{value}`", removed.instead]))
-    return rows
-
-
 TABLES: Mapping[str, Callable[[], list[str]]] = MappingProxyType(
     {
         "plans": plan_rows,
@@ -167,7 +156,6 @@ TABLES: Mapping[str, Callable[[], list[str]]] = MappingProxyType(
         "deepspeed suite": suite_rows,
         "deepspeed suite, reasons": suite_reasons,
         "features": feature_rows,
-        "removed keys": removed_rows,
         **LOSSES,
         **SPEEDS,
     }

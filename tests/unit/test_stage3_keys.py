@@ -22,8 +22,12 @@ from zero_topo.versions import SUPPORTED, installed
 
 RECORDED = json.loads((ROOT / "tests/data/stage3_keys.json").read_text())
 PAGE = (ROOT / "docs/works-with.md").read_text()
-ROWS = "\n".join(tables()["stage3 keys"])
-STATED = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", ROWS, re.MULTILINE))
+STATED = {
+    key: stated
+    for row in tables()["stage3 keys"]
+    for stated, keys in [row.strip("| ").split(" | ")]
+    for key in re.findall(r"`(\w+)`", keys)
+}
 VALUES: dict[str, Any] = {"true": True, "false": False, "set": {}, "nvme": {"device": "nvme"}}
 ALIASED = "stage3_"
 

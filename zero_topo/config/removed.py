@@ -1,7 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """Keys and values that a block of an earlier version could have, and what to do instead.
 
-This is the one list: the parser rejects what stands in it, and docs/removed-features.md shows it.
+This is the one list: the parser rejects what stands in it, and its error says what to do.
 """
 
 from __future__ import annotations
