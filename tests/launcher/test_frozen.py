@@ -71,10 +71,8 @@ def test_exact_weights_are_saved_and_loaded(rank: int, shared_path: Path) -> Non
 
 def frozen_codes(engine: Any) -> list[Tensor]:
     """What a rank stores of each frozen parameter, copied."""
-    weights = engine.optimizer.topo.weights
-    return [
-        weights.storage.shards[param_index].data.clone() for param_index in weights.storage.frozen
-    ]
+    frozen = engine.optimizer.topo.sets[1]
+    return [shard.data.clone() for shard in frozen.storage.shards]
 
 
 def spoilt(model: nn.Module) -> nn.Module:

@@ -57,7 +57,7 @@ def cross_node_sync(topo: Stage3) -> None:
 
 
 def publish(topo: Stage3) -> None:
-    topo.weights.mark_updated = lambda *_: whole_weights(topo)._renew(topo.weights.storage.trained)  # type: ignore[method-assign]
+    topo.weights.mark_updated = lambda *_: whole_weights(topo)._renew(range(len(topo.parameters)))  # type: ignore[method-assign]
 
 
 def zeroing_of_gradients(topo: Stage3) -> None:

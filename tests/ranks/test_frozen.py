@@ -86,15 +86,13 @@ def engine_of(w: World) -> Stage3:
 
 def own_shard(engine: Stage3, param_index: int) -> Tensor:
     """The rank's own world shard of a frozen parameter."""
-    place = engine.weights.storage.frozen[param_index]
-    return engine.weights.storage.world_shard(range(place, place + 1))
+    storage = engine.sets[1].storage
+    return storage.layout.parameter(storage.own_row[None], param_index)[0]
 
 
 def gathered(engine: Stage3, param_indices: Sequence[int], phase: Phase) -> list[Tensor]:
     """Frozen parameters, whole."""
-    return engine.weights.gather(
-        [engine.weights.storage.frozen[param_index] for param_index in param_indices], phase
-    ).wait()
+    return engine.sets[1].gather(param_indices, phase).wait()
 
 
 def micro_batch(engine: Stage3) -> None:
@@ -183,9 +181,7 @@ def test_gathers_bring_the_parameters(name: str) -> None:
                     assert torch.equal(found, wanted)
                 limit = wanted.abs().max() * (0.5 / 119 + 2**-8)
                 assert (found - wanted).abs().max() <= limit
-        return int(
-            checksum(engine.weights.copies()[0]) + checksum(engine.weights.storage.frozen_primary)
-        )
+        return int(sum(checksum(weights.copies()[0]) for weights in engine.sets))
 
     sums = run_threads(w.size, rank_main)
     for group in w.config.plan.groups(w.config.plan.weights, w.size):
@@ -202,7 +198,7 @@ def test_debug_checks_pass_if_all_frozen_parameters_are_int8() -> None:
         engine = bare_engine(
             w.config, matrices(TRAINED), torch.bfloat16, frozen=matrices([8 * BLOCK])
         )
-        assert not engine.weights.storage.frozen_primary.numel()
+        assert not engine.sets[1].storage.primary.numel()
         engine.end_step(skipped=True)
 
     run_threads(w.size, rank_main)
@@ -223,15 +219,14 @@ def test_an_edit_reaches_every_copy_as_a_load_does(name: str) -> None:
             own_shard(engine, 2).copy_(shards(w.config.plan, new)[rank])
             engine.restart_frozen()
         else:
-            engine.weights.write_back(engine.weights.storage.frozen[2], new)
+            engine.sets[1].write_back(2, new)
         phases: tuple[Phase, ...] = ("gather_exact", "gather_forward", "gather_backward")
         found = [gathered(engine, (2, 3), phase) for phase in phases]
         assert (
             torch.equal(found[0][0], new) and (found[2][0] - new).abs().max() < new.abs().max() / 50
         )
         return [
-            *engine.weights.copies(),
-            engine.weights.storage.frozen_primary,
+            *(stored for weights in engine.sets for stored in weights.copies()),
             *(whole for of in found for whole in of),
         ]
 
@@ -288,7 +283,7 @@ def test_what_cannot_follow_the_plan_stays_with_deepspeed() -> None:
     half, single = torch.bfloat16, torch.float32
     plain, empty, trained = parameter(3, 8, half), parameter(4, 0, half), parameter(5, 8, half)
     found = gathers(parameter(1, 8, single), parameter(2, 8, half, partial(print)), plain, empty)
-    assert [param.ds_id for param in found.frozen] == [3] and found.param_indices == {5: 0, 3: 1}
+    assert [param.ds_id for param in found.frozen] == [3] and found.param_indices == {5: 0, 3: 0}
     assert (found.note() or "").startswith(
         "2 frozen parameters are not torch.bfloat16, or another engine"
     )
@@ -307,11 +302,7 @@ def test_ranks_may_wait_for_trained_and_frozen_in_any_order(name: str) -> None:
         begun = []
         for param_index in (0, 1):
             begun.append(engine.weights.gather((param_index,), "gather_forward"))
-            begun.append(
-                engine.weights.gather(
-                    (engine.weights.storage.frozen[param_index + 2],), "gather_forward"
-                )
-            )
+            begun.append(engine.sets[1].gather((param_index + 2,), "gather_forward"))
         for handle in begun if rank % 2 else reversed(begun):
             handle.wait()
         (found,) = begun[1].wait()

@@ -143,13 +143,10 @@ def test_gathers_of_frozen_parameters_launch_no_more_on_many_nodes(name: str) ->
             )
             engine.restart()
             engine.restart_frozen()
-            for param_indices, phase in (
-                (engine.weights.storage.trained, "trained"),
-                (engine.weights.storage.frozen, "frozen"),
-            ):
+            for weights, phase in zip(engine.sets, ("trained", "frozen"), strict=True):
                 with found.phase(phase):
                     for gather in ("gather_forward", "gather_backward"):
-                        engine.weights.gather(param_indices, gather).wait()
+                        weights.gather(range(len(parameters)), gather).wait()
         assert not any(counts.syncs for counts in found.phases.values())
         return [found.phases[phase].launches for phase in ("trained", "frozen")]
 

@@ -23,6 +23,7 @@ from tests.marks import late
 from tests.ranks.phase_cases import Case, drawn_case
 from tests.ranks.phase_model import Model
 from zero_topo.engine.stage3 import Stage3
+from zero_topo.engine.weights import Weights
 from zero_topo.plan import Phase
 
 PHASES: tuple[Phase, ...] = ("gather_forward", "gather_backward", "gather_exact")
@@ -57,12 +58,20 @@ class Engine:
             self._made.load_state_dict(state)
         self._made.restart(masters)
         if self._case.frozen:
-            storage.frozen_row.copy_(frozen)
+            self._made.sets[1].storage.own_row.copy_(frozen)
             self._made.restart_frozen()
 
+    def _set_of(self, index: int) -> tuple[Weights, int]:
+        """The weights that have a parameter, and the number of its first one."""
+        count = len(self._case.trained)
+        if index < count:
+            return self._made.weights, 0
+        return self._made.sets[1], count
+
     def gather(self, indices: Sequence[int], phase: Phase) -> list[Tensor]:
-        """Whole parameters."""
-        return self._made.weights.gather(indices, phase).wait()
+        """Whole parameters, all trained or all frozen."""
+        weights, first = self._set_of(indices[0])
+        return weights.gather([index - first for index in indices], phase).wait()
 
     def publish(self, indices: range, masters: Tensor) -> None:
         """The optimizer has updated these masters ``[N / O, columns]``."""
@@ -76,7 +85,8 @@ class Engine:
 
     def edit(self, index: int, full: Tensor) -> None:
         """A user has written a whole parameter."""
-        self._made.weights.write_back(index, full)
+        weights, first = self._set_of(index)
+        weights.write_back(index - first, full)
 
     def scatter(self, indices: Sequence[int], grads: list[Tensor], last: bool) -> None:
         """A bucket of one micro-batch's gradients."""

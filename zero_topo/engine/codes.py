@@ -50,8 +50,7 @@ class CodeStore:
         buffers: by parameter, the stored bytes, a view; empty for parameters that are not INT8.
         message_sizes: by first parameter of each run of the last publish of a step: the bytes of
             every rank's message.
-        loaded_scales: scales of the own world shard of all trained parameters, until the restart
-            that follows each load.
+        loaded_scales: scales of the own world shard, until the restart that follows each load.
     """
 
     def __init__(
@@ -79,11 +78,11 @@ class CodeStore:
         self._ends = list(accumulate(blocks, initial=0))  # block columns
         wire = BlockSpec("int8", block)
         sizes = (wire.nbytes(self._rows * count * block) for count in blocks)
-        self._bytes = list(accumulate(sizes, initial=0))
-        self.buffers = [self.codes.stored[begin:end] for begin, end in pairwise(self._bytes)]
+        bounds = accumulate(sizes, initial=0)
+        self.buffers = [self.codes.stored[begin:end] for begin, end in pairwise(bounds)]
         self._own_row = layout.row(layout.plan.weights)
         self.message_sizes = dict[int, int]()
-        self.loaded_scales = dict[range, Tensor]()
+        self.loaded_scales: Tensor | None = None
 
     def _part(self, param_indices: Sequence[int], size: int) -> Codes:
         """Return the blocks of some neighbouring parameters that each of ``size`` ranks owns."""
@@ -98,38 +97,26 @@ class CodeStore:
         here = counted(len(param_index), param_index) - param_index[:, 3]
         return param_index[:, 1] // 4 + self._own_row * param_index[:, 2] + here
 
-    def _scales_of(self, param_indices: range) -> Tensor:
-        return self._scales[self._ends[param_indices.start] : self._ends[param_indices.stop]]
+    def own_scales(self) -> Tensor:
+        """Return a copy of the scales in the own world shard, FP32 ``[block columns]``."""
+        return self.codes.stored.view(torch.float32)[self._scales]
 
-    def own_scales(self, param_indices: range) -> Tensor:
-        """Return a copy of some parameters' scales in the own world shard, FP32
-        ``[block columns]``.
-        """
-        return self.codes.stored.view(torch.float32)[self._scales_of(param_indices)]
-
-    def begin_anew(self, param_indices: range, scales: Tensor | None) -> None:
-        """Forget the INT8 weights of some parameters, and their scales but for the given ones.
+    def begin_anew(self) -> None:
+        """Forget all INT8 weights, and all scales but for the loaded ones.
 
         The next publish sends every block whole, as the other ranks do not have these scales. Only
-        blocks of zeros without a given scale are not sent, which all ranks store alike.
-
-        Args:
-            param_indices: the parameters.
-            scales: scales of the own world shard to keep, FP32 ``[block columns]``; None zeros
-                these too.
+        blocks of zeros without a loaded scale are not sent, which all ranks store alike.
         """
+        scales = self.loaded_scales
+        self.loaded_scales = None
         stored = self.codes.stored
-        begin = self._bytes[param_indices.start]
-        end = self._bytes[param_indices.stop]
-        stored[begin:end].zero_()
+        stored.zero_()
         if scales is not None:
-            for param_index in param_indices:
+            for buffer, (begin, end) in zip(self.buffers, pairwise(self._ends), strict=True):
                 # Codes that no weight has: every block differs, and is sent whole.
-                blocks = self._ends[param_index + 1] - self._ends[param_index]
-                numel = self._rows * blocks * self.codes.block
-                self.buffers[param_index][:numel].fill_(NO_CODE)
-            kept = scales.nan_to_num(0.0)
-            stored.view(torch.float32)[self._scales_of(param_indices)] = kept
+                numel = self._rows * (end - begin) * self.codes.block
+                buffer[:numel].fill_(NO_CODE)
+            stored.view(torch.float32)[self._scales] = scales.nan_to_num(0.0)
 
     def recode(self, param_index: int, rows: Tensor, first: int) -> None:
         """Quantize a parameter's rows, FP32 ``[N / W, width]`` from column ``first`` on, with new

@@ -302,12 +302,6 @@ class Secondary:
             copies.append(Copy(hierarchy, data, wire, packed=lossy))
         return copies
 
-    def nbytes(self, param_indices: range) -> int:
-        """Return the bytes of some parameters' copies; 0 if these are rows of the primary."""
-        if not self.tensors:
-            return 0
-        return sum(self.copies[param_index].data.nbytes for param_index in param_indices)
-
     def is_fresh(self, param_index: int) -> bool:
         """Return whether a parameter's copy has the current version of the weights.
 

@@ -57,7 +57,8 @@ class Stage3:
     Attributes:
         parameters: the trained parameters.
         layout: of the trained parameters.
-        weights: the shards from which weights are gathered, frozen ones too.
+        weights: the shards of the trained parameters.
+        sets: these, and if there are any, the shards of the frozen parameters.
         gradients: the gradient shard and the mode of sync.
         masters: the layout of FP32 optimizer shards, ours or DeepSpeed's
             (:attr:`separate_masters`).
@@ -150,11 +151,11 @@ class Stage3:
             config.plan, config.topology, self.meter, [*pairs, *exact], whole_pairs, groups
         )
         self.run_numel = config.sync.run_numel(self.bucket_numel, sum(p.numel for p in trained))
-        parameters = (*trained, *frozen)
-        count = len(trained)
-        self.weights = Weights(
-            config, parameters, count, like, self.bucket_numel, self.mesh, self.queues
-        )
+        shared = like, self.bucket_numel, self.mesh, self.queues
+        self.weights = Weights(config, trained, *shared)
+        self.sets = [self.weights]
+        if frozen:
+            self.sets.append(Weights(still, frozen, *shared, frozen=True))
         self.gradients = self._build_gradients(moments)
         self.masters = Masters(self.layout, self.mesh, like.device)
         if has_whole:
@@ -210,10 +211,10 @@ class Stage3:
         """Return log lines that depend on the model: INT8 weights, process groups, the residual of
         FP16.
         """
-        numels = self.weights.storage.layout.numels
-        coded = self.weights.storage.coded
         int8 = None
         if self.config.resident_spec is not None:
+            numels = [numel for each in self.sets for numel in each.storage.layout.numels]
+            coded = [is_coded for each in self.sets for is_coded in each.storage.coded]
             stored = sum(compress(numels, coded))
             int8 = (
                 f"stored as INT8: {sum(coded)} of {len(coded)} parameters, {stored} of "
@@ -236,10 +237,9 @@ class Stage3:
 
     def restart_frozen(self) -> None:
         """Rebuild the shards of frozen parameters from each rank's own world shard. Collective."""
-        storage = self.weights.storage
-        if storage.frozen:
-            storage.layout.clear_padding(storage.frozen_row, self.layout.columns)
-            self.weights.publish_world(storage.frozen)
+        for frozen in self.sets[1:]:
+            frozen.storage.layout.clear_padding(frozen.storage.own_row)
+            frozen.publish_world()
             self.meter.reset_step()
 
     @contextmanager
@@ -278,9 +278,8 @@ class Stage3:
         if self.config.debug_checks:
             # Else some runs would be compared before they have arrived
             self.weights.wait_for_publish()
-            check_replicas(self.mesh.plans, self.weights.copies())
-            if self._frozen:
-                check_replicas(self.mesh.plans, [self.weights.storage.frozen_primary])
+            for each in self.sets:
+                check_replicas(self.mesh.plans, each.copies())
         if self._counts_steps:
             self.meter.end_step()
 
@@ -402,11 +401,20 @@ class Stage3:
         )
         return replace(work, frozen=frozen)
 
+    def weight_tensors(self) -> list[Tensor]:
+        """Return the tensors that store weights, trained and frozen, without views of them."""
+        return [tensor for each in self.sets for tensor in each.tensors()]
+
     def memory(self) -> dict[str, int]:
         """Return the bytes of the shards on this rank, without the optimizer's."""
-        kept = self.gradients.mode.state_bytes()
-        shards = {**self.weights.memory(), "gradients": self.gradients.buffer.nbytes}
-        return {**shards, "residual": kept} if kept else shards
+        shards = self.weights.memory()
+        for frozen in self.sets[1:]:
+            shards["frozen"] = sum(frozen.memory().values())
+        shards["gradients"] = self.gradients.buffer.nbytes
+        residual = self.gradients.mode.state_bytes()
+        if residual:
+            shards["residual"] = residual
+        return shards
 
 
 def _dtype(name: str | None, default: torch.dtype) -> torch.dtype:

@@ -27,8 +27,7 @@ class Storage:
 
     Args:
         config: the plan and the formats.
-        parameters: the trained parameters in DeepSpeed's flat order, then the frozen ones.
-        count: number of trained parameters.
+        parameters: in flat order.
         like: a tensor of the model's dtype on the accelerator.
         wires: by parameter, the format in which a forward gather sends it, if not as INT8 weights.
         mesh: the groups.
@@ -36,34 +35,27 @@ class Storage:
         queue: the ordered queue of publish.
 
     Attributes:
-        layout: of all parameters, the frozen ones last.
+        layout: of the parameters.
         rows: the layout of what is not INT8: the columns of the primary.
-        trained: the parameters that an optimizer updates.
-        frozen: the others (Note [Frozen] in ``weights.py``).
         coded: by parameter, whether it is stored as INT8.
-        primary: ``[N / W, ...]`` in the model's dtype: the columns of trained parameters that are
-            not INT8.
-        frozen_primary: the columns of frozen parameters that are not INT8.
-        own: ``[N / O, F]``: the rows that this rank's optimizer updates, of all trained parameters;
-            a strided view of the primary if no weights are INT8.
+        primary: ``[N / W, ...]`` in the model's dtype: the columns of parameters that are not INT8.
+        own: ``[N / O, F]``: the rows that this rank's optimizer updates; a strided view of the
+            primary if no weights are INT8.
         own_row: ``[F]``, a view of ``own``: the rank's own world shard, DeepSpeed's flat parameter
             buffer.
         updatable: the rows of the primary that this rank's optimizer updates, a strided view.
-        frozen_row: the rank's own world shard of frozen parameters.
         exact: by parameter, the copy that exact gathers send.
         shards: by parameter, the copy that a forward gather sends.
-        row_sizes: by trained parameter that is not INT8: elements with padding, over the whole
-            world.
+        row_sizes: by parameter that is not INT8: elements with padding, over the whole world.
         store: the INT8 weights; None if there are none.
-        columns: by device, the columns of ``own``, and of the frozen row behind it, that the
-            primary has too; empty without INT8 weights.
+        columns: by device, the columns of ``own`` that the primary has too; empty without INT8
+            weights.
     """
 
     def __init__(
         self,
         config: ResolvedConfig,
         parameters: Sequence[Parameter],
-        count: int,
         like: Tensor,
         wires: Sequence[Format],
         mesh: Mesh,
@@ -74,8 +66,6 @@ class Storage:
         int8 = config.resident_spec
         param_indices = range(len(parameters))
         numels = tuple(p.numel for p in parameters)
-        self.trained = param_indices[:count]
-        self.frozen = param_indices[count:]
         self.layout = layout = Layout(plan, mesh.rank, numels)
         self.coded: Sequence[bool] = [False] * len(param_indices)
         if int8 is not None:
@@ -84,16 +74,11 @@ class Storage:
             self.coded = coded_params(plan, numels, dims, persistent, int8.block_size)
         kept = [0 if coded else numel for coded, numel in zip(self.coded, numels, strict=True)]
         self.rows = Layout(plan, mesh.rank, tuple(kept))
-        height, width = self.rows.shape(plan.weights)
-        split = self.rows.columns_of(self.trained).stop
-        # Two tensors, because saving a view saves its whole storage: FP32 masters are views of the
-        # primary.
-        self.primary = like.new_zeros(height, split)
-        self.frozen_primary = like.new_zeros(height, width - split)
+        self.primary = like.new_zeros(self.rows.shape(plan.weights))
         hierarchy = mesh.hierarchy(1, plan.weights)
         exact = cast_to(like.dtype)
         self.exact = [
-            Copy(hierarchy, self.primary_of(param_indices[param_index : param_index + 1]), exact)
+            Copy(hierarchy, self.rows.parameter(self.primary, param_index), exact)
             for param_index in param_indices
         ]
         self.shards = [
@@ -102,15 +87,12 @@ class Storage:
         self.updatable = self.rows.subset(self.primary, plan.weights, plan.optimizer)
         if int8 is None:
             self.own = self.updatable
-            self.frozen_row = self.frozen_primary[layout.row(plan.weights)]
         else:
             # Memory of their own: the primary has no columns of INT8 parameters.
-            trained = layout.columns_of(self.trained).stop
-            self.own = like.new_zeros(layout.shape(plan.optimizer)[0], trained)
-            self.frozen_row = like.new_zeros(layout.columns - trained)
+            self.own = like.new_zeros(layout.shape(plan.optimizer))
         self.row_sizes = {
             param_index: layout.padded_numels[param_index]
-            for param_index in self.trained
+            for param_index in param_indices
             if not self.coded[param_index]
         }
         self.columns: dict[torch.device, Tensor] = {}
@@ -142,37 +124,12 @@ class Storage:
 
     def owned(self, param_index: int, mesh: Mesh) -> Copy:
         """Return the exact rows of a parameter that this rank stores with INT8 weights."""
-        plan = self.layout.plan
-        exact = cast_to(self.primary.dtype)
-        if param_index in self.trained:
-            rows = self.layout.parameter(self.own, param_index)
-            return Copy(mesh.hierarchy(1, plan.optimizer), rows, exact)
-        row = self.world_shard(range(param_index, param_index + 1))[None]
-        return Copy(mesh.hierarchy(1, plan.world_size), row, exact)
-
-    def world_shard(self, param_indices: range) -> Tensor:
-        """Return a view of the own world shard of some parameters, all trained or all frozen."""
-        own = self.own[self.layout.row(self.layout.plan.optimizer)]
-        return columns_of_two(own, self.frozen_row, self.layout.columns_of(param_indices))
-
-    def primary_of(self, param_indices: range) -> Tensor:
-        """Return a view of some parameters' columns in the primary, all trained or all frozen."""
-        columns = self.rows.columns_of(param_indices)
-        return columns_of_two(self.primary, self.frozen_primary, columns)
+        rows = self.layout.parameter(self.own, param_index)
+        return Copy(mesh.hierarchy(1, self.layout.plan.optimizer), rows, cast_to(rows.dtype))
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that are stored, without views of them."""
-        stored = [self.primary, self.frozen_primary]
+        stored = [self.primary]
         if self.store is not None:
-            stored += [self.store.codes.stored, self.own, self.frozen_row]
+            stored += [self.store.codes.stored, self.own]
         return stored
-
-
-def columns_of_two(left: Tensor, right: Tensor, columns: slice) -> Tensor:
-    """Return a view of columns of two tensors laid side by side; all columns must be in one of
-    them.
-    """
-    split = left.shape[-1]
-    if columns.stop <= split:
-        return left[..., columns]
-    return right[..., columns.start - split : columns.stop - split]

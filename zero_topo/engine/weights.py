@@ -44,7 +44,7 @@ Note [INT8 weights]
     A block lies within one row of one parameter. If rows are shorter than blocks, INT8 weights
     would be mostly padding: parameters of one dimension, small ones, and persistent ones stay in
     the model's dtype (``coded_params`` in ``plan.py``). Only these have columns in the primary
-    shard. Both kinds share one set of parameter indices, and one collective gathers both.
+    shard. One collective gathers both kinds.
 
 Note [Exact weights]
     Exact weights of INT8 parameters (for ``GatheredParameters`` and checkpoints) are the owners'
@@ -52,11 +52,10 @@ Note [Exact weights]
     it, so a write counts as an edit only if it changed a bit of some row.
 
 Note [Frozen]
-    Parameters that no optimizer updates follow the trained ones: their columns lie behind those of
-    DeepSpeed's flat buffers. Their world shards are DeepSpeed's own, so checkpoints and exact
-    gathers have the exact values. They are published once, and again after a load. A rank owns no
-    more of them than its world shard, at any optimizer degree. A gather has either trained or
-    frozen parameters.
+    Parameters that no optimizer updates are a second set of weights, with shards of their own.
+    Their world shards are DeepSpeed's own, so checkpoints and exact gathers have the exact values.
+    They are published once, and again after a load. A rank owns no more of them than its world
+    shard, at any optimizer degree.
 
     A secondary copy narrower than the weights (S < W) stays fresh from the first forward gather on.
     Forward gathers then read it too, so frozen weights cross nodes once per run.
@@ -91,16 +90,17 @@ from zero_topo.sync import Parameter
 
 
 class Weights:
-    """This rank's weight shards: gathers from them, and the publish of their updates.
+    """This rank's shards of one set of parameters, trained or frozen: gathers from them, and the
+    publish of their updates.
 
     Args:
         config: the plan and the formats.
-        parameters: the trained parameters in DeepSpeed's flat order, then the frozen ones.
-        count: number of trained parameters.
+        parameters: in flat order.
         like: a tensor of the model's dtype on the accelerator.
         run_numel: elements per collective of publish.
         mesh: the groups.
         queues: the ordered queues of gathers and of publish.
+        frozen: whether no optimizer updates them; see Note [Frozen].
 
     Attributes:
         storage: the memory of the weights.
@@ -113,11 +113,11 @@ class Weights:
         self,
         config: ResolvedConfig,
         parameters: Sequence[Parameter],
-        count: int,
         like: Tensor,
         run_numel: int,
         mesh: Mesh,
         queues: Queues,
+        frozen: bool = False,
     ) -> None:
         plan = config.plan
         self._mesh = mesh
@@ -131,7 +131,7 @@ class Weights:
         plain = [cast_to(p.sent or like.dtype) for p in parameters]
         wires = [config.weights_spec or wire for wire in plain]
         self.storage = storage = Storage(
-            config, parameters, count, like, wires, mesh, self._planned, self._queue
+            config, parameters, like, wires, mesh, self._planned, self._queue
         )
         # On a GPU, recorded on the stream that changed the shards last; the next reader or writer
         # waits for it.
@@ -156,6 +156,8 @@ class Weights:
             degree = plan.secondary
         copied = [config.secondary_spec or wire for wire in plain]
         self.secondary = Secondary(storage.rows, mesh, storage.shards, degree, copied)
+        # Frozen weights do not change: what a forward gather captured, later ones read.
+        self._forward_reads_copies = frozen and self.secondary.captured
         # By parameter, what a forward gather sends
         self._forward = storage.shards
         if degree == plan.weights and config.secondary_spec == config.weights_spec:
@@ -167,8 +169,7 @@ class Weights:
         """Gather whole parameters, with one collective per kind of copy.
 
         Args:
-            param_indices: the parameters, all trained or all frozen, with equal ``sent``, in the
-                same order on every rank.
+            param_indices: the parameters, with equal ``sent``, in the same order on every rank.
             phase: "gather_forward", "gather_backward" or "gather_exact" (see Note [Which copy is
                 read]).
 
@@ -183,9 +184,7 @@ class Weights:
         storage = self.storage
         secondary = self.secondary
         exact = phase == "gather_exact"
-        # Frozen weights do not change: what a forward gather captured, later ones read.
-        frozen = secondary.captured and param_indices[0] in storage.frozen
-        reads_copies = frozen or phase == "gather_backward"
+        reads_copies = self._forward_reads_copies or phase == "gather_backward"
         # Exact rows of INT8 parameters are sharded over other ranks than the rest. Parameters that
         # were not captured since their last change are gathered from the primary.
         first = list[int]()
@@ -227,12 +226,13 @@ class Weights:
         all copies.
 
         Args:
-            param_indices: consecutive parameters; None is all trained ones.
+            param_indices: consecutive parameters; None is all.
             masters: their masters ``[N / O, columns]``, if needed; unchanged until the step has
                 ended.
         """
         storage = self.storage
-        param_indices = storage.trained if param_indices is None else param_indices
+        if param_indices is None:
+            param_indices = range(len(storage.coded))
         self.wait_for_publish(param_indices)
         for param_index in param_indices:
             self._unpublished[param_index] += 1
@@ -356,29 +356,30 @@ class Weights:
         edit. Collective.
 
         Args:
-            param_indices: consecutive parameters, all trained or all frozen; None is all trained
-                ones.
+            param_indices: consecutive parameters; None is all.
             masters: the masters of the own row, FP32 ``[F]``, if known; only INT8 weights need
                 them.
-            anew: choose new scales for INT8 weights, except for loaded ones.
+            anew: choose new scales for INT8 weights, except for loaded ones; only of all
+                parameters.
         """
         storage = self.storage
         plan = storage.layout.plan
-        param_indices = storage.trained if param_indices is None else param_indices
+        if param_indices is None:
+            param_indices = range(len(storage.coded))
         self.wait_for_publish(param_indices)
         columns = storage.layout.columns_of(param_indices)
-        rows = storage.primary_of(param_indices)
+        rows = storage.primary[:, storage.rows.columns_of(param_indices)]
         store = storage.store
         if store is None:
             self._gather_rows(plan.weights, rows)
         else:
             self._gather_rows(plan.optimizer, storage.own[:, columns])
-            shard = storage.world_shard(param_indices)
+            shard = storage.own_row[columns]
             places = storage.columns[shard.device][storage.rows.columns_of(param_indices)]
             rows[storage.layout.row(plan.weights)].copy_(shard[places - columns.start])
             self._gather_rows(plan.weights, rows)
             if anew:
-                store.begin_anew(param_indices, store.loaded_scales.pop(param_indices, None))
+                store.begin_anew()
             # Every rank requantizes its own world shard, and sends it to the ranks that store it.
             values = (shard if masters is None else masters[columns])[None].float()
             hierarchy = self._mesh.hierarchy(plan.weights, plan.world_size).metered("publish")
@@ -444,7 +445,7 @@ class Weights:
         """
         if self.storage.store is None:
             return {}
-        return {"scales": self.storage.store.own_scales(self.storage.trained)}
+        return {"scales": self.storage.store.own_scales()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore :meth:`state_dict` before :meth:`publish_world`; without it scales are new.
@@ -454,10 +455,9 @@ class Weights:
         """
         if self.storage.store is not None:
             saved = state.get("scales")
-            own = self.storage.store.own_scales(self.storage.trained)
+            own = self.storage.store.own_scales()
             fits = isinstance(saved, Tensor) and saved.shape == own.shape
-            loaded = {self.storage.trained: own.copy_(state["scales"])} if fits else {}
-            self.storage.store.loaded_scales = loaded
+            self.storage.store.loaded_scales = own.copy_(state["scales"]) if fits else None
 
     # -- accounting --------------------------------------------------------------------------------
 
@@ -472,32 +472,19 @@ class Weights:
         return tuple(nbytes for _, nbytes in sorted(sizes.items())) or None
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes of weights and secondary copies on this rank; frozen parameters are
-        counted separately.
-
-        A view of the primary counts as zero bytes.
-        """
-        stored = [copy.data.nbytes for copy in self.storage.shards]
-        count = len(self.storage.trained)
-        sizes = {
-            "weights": sum(stored[:count]),
-            "secondary": self.secondary.nbytes(self.storage.trained),
+        """Return the bytes of weights and secondary copies on this rank."""
+        return {
+            "weights": sum(tensor.nbytes for tensor in self.storage.tensors()),
+            "secondary": sum(tensor.nbytes for tensor in self.secondary.tensors),
         }
-        if self.storage.frozen:
-            sizes["frozen"] = sum(stored[count:]) + self.secondary.nbytes(self.storage.frozen)
-        if self.storage.store is not None:
-            sizes["weights"] += self.storage.own.nbytes
-            if self.storage.frozen:
-                sizes["frozen"] += self.storage.frozen_row.nbytes
-        return sizes
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that are stored, without views of them."""
         return [*self.storage.tensors(), *self.secondary.tensors]
 
     def copies(self) -> list[Tensor]:
-        """Return replicas of trained parameters, and all INT8 weights, to compare between ranks in
-        debug checks.
+        """Return what other ranks store too, to compare in debug checks: of the weights, then of
+        the secondary.
         """
         primary = self.storage.primary
         if self.storage.store is None:

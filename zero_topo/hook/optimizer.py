@@ -56,8 +56,7 @@ class TopoStage3(Stock):
 
     Attributes:
         topo: the shards, independent of DeepSpeed.
-        param_indices: ``ds_id`` -> parameter index: the trained parameters, then the frozen ones
-            that follow the plan.
+        param_indices: ``ds_id`` -> parameter index in its set of weights, trained or frozen.
         pace: speed of the last optimizer step.
         predicted_memory: role -> bytes at the peak of a step, as predicted; filled
             on first use.
@@ -225,9 +224,9 @@ class TopoStage3(Stock):
         weight itself.
         """
         topo = self._parts.of(param)
-        weights = topo.weights
+        weights = self._parts.weights_of(param)
         param_index = self.param_indices[param.ds_id]
-        if not self._edits_reach_masters or param_index in weights.storage.frozen:
+        if not self._edits_reach_masters or weights is not topo.weights:
             weights.write_back(param_index, param.data)
             return
         rows = weights.storage.layout.parameter(weights.storage.own, param_index)
@@ -577,7 +576,7 @@ class TopoStage3(Stock):
             OffloadStateTypeEnum.optim_states: self.optimizer_tensors(),
             OffloadStateTypeEnum.hp_params: self.fp32_partitioned_groups_flat,
             LP_PARAMS: [
-                *chain.from_iterable(topo.weights.tensors() for topo in engines),
+                *chain.from_iterable(topo.weight_tensors() for topo in engines),
                 self.lp_param_buffer,
                 *self.fp16_partitioned_groups_flat,
                 *(param.ds_tensor for param in self.module.parameters()),

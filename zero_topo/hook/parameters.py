@@ -25,6 +25,7 @@ from torch import Tensor
 from zero_topo.collectives.queue import Handle
 from zero_topo.config import ResolvedConfig
 from zero_topo.engine.stage3 import Stage3
+from zero_topo.engine.weights import Weights
 from zero_topo.hook.passes import graph_task
 from zero_topo.hook.seam import wrapping
 from zero_topo.plan import Phase
@@ -205,8 +206,7 @@ class ParameterGathers:
         module: the module.
         trained: the parameters that the optimizer updates.
         frozen: the other parameters that follow the plan.
-        param_indices: ``ds_id`` -> parameter index in the shards: the trained parameters, then the
-            frozen ones.
+        param_indices: ``ds_id`` -> parameter index in its set of weights, trained or frozen.
     """
 
     def __init__(
@@ -221,14 +221,14 @@ class ParameterGathers:
         self.trained = trained
         self._names = names
         self._dtype = dtype
-        updated = {param.ds_id for param in trained}
-        rest = [param for param in params if param.ds_id not in updated and param.ds_numel]
+        self._updated = {param.ds_id for param in trained}
+        rest = [param for param in params if not self.trains(param) and param.ds_numel]
         self.frozen = [p for p in rest if p.ds_tensor.dtype == dtype and can_freeze(p, module)]
         self._never_trained = {self._name(p): p for p in rest if not p.requires_grad}
         self._others = len(rest) - len(self.frozen)
-        self.param_indices = {
-            param.ds_id: param_index for param_index, param in enumerate([*trained, *self.frozen])
-        }
+        self.param_indices: dict[int, int] = {}
+        for members in (trained, self.frozen):
+            self.param_indices |= {param.ds_id: index for index, param in enumerate(members)}
         # By `ds_id`, the engine's shard of it, to detect that a user has set `ds_tensor.data` to
         # another tensor.
         self._homes: dict[int, Tensor] = {}
@@ -314,14 +314,14 @@ class ParameterGathers:
         self._engine = engine
         self._require_weights = require_weights
         self._write_back = write_back or (
-            lambda p: engine.weights.write_back(self.param_indices[p.ds_id], p.data)
+            lambda p: self.weights_of(p).write_back(self.param_indices[p.ds_id], p.data)
         )
-        shards = engine.weights.storage.frozen_row.split(
-            [param.ds_tensor.numel() for param in self.frozen]
-        )
-        for param, own in zip(self.frozen, shards, strict=True):
-            self._homes[param.ds_id] = own
-        self._fill(self.frozen)
+        for frozen in engine.sets[1:]:
+            numels = [param.ds_tensor.numel() for param in self.frozen]
+            shards = frozen.storage.own_row.split(numels)
+            for param, own in zip(self.frozen, shards, strict=True):
+                self._homes[param.ds_id] = own
+            self._fill(self.frozen)
         for param in (*self.trained, *self.frozen):
             calls_of(param).servers.append(self)
             self._homes[param.ds_id] = param.ds_tensor.data
@@ -329,8 +329,11 @@ class ParameterGathers:
 
     def trains(self, param: Any) -> bool:
         """Return whether this engine updates a parameter."""
-        param_index = self.param_indices.get(param.ds_id)
-        return param_index is not None and param_index < len(self.trained)
+        return param.ds_id in self._updated
+
+    def weights_of(self, param: Any) -> Weights:
+        """Return the set of weights to which a parameter that the engine serves belongs."""
+        return self._engine.sets[0 if self.trains(param) else 1]
 
     def _fill(self, frozen: Iterable[Any]) -> None:
         """Fill the shards of frozen parameters from DeepSpeed's, which become views of the engine's
@@ -441,9 +444,8 @@ class ParameterGathers:
                 )
             param.ds_status = ZeroParamStatus.INFLIGHT
         with self._engine.meter.timing(phase):
-            handle = self._engine.weights.gather(
-                [self.param_indices[p.ds_id] for p in params], phase
-            )
+            param_indices = [self.param_indices[param.ds_id] for param in params]
+            handle = self.weights_of(params[0]).gather(param_indices, phase)
         started = ParameterHandle()
         started.then(lambda _: self._finish(params, handle, phase))
         self._started.add(started)

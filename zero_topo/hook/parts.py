@@ -27,6 +27,7 @@ from zero_topo.engine.agreement import checksum
 from zero_topo.engine.masters import clean
 from zero_topo.engine.residual_transfer import STATE_KEY
 from zero_topo.engine.stage3 import Stage3
+from zero_topo.engine.weights import Weights
 from zero_topo.hook.parameters import ParameterGathers, by_plan
 from zero_topo.quant.operands import counted
 from zero_topo.sync import AgedAdamW
@@ -125,24 +126,27 @@ class Parts:
 
     @property
     def param_indices(self) -> dict[int, int]:
-        """``ds_id`` -> parameter index in its engine."""
+        """``ds_id`` -> parameter index in its set of weights, trained or frozen."""
         return {
             ds_id: param_index
             for part in self.parts
             for ds_id, param_index in part.gathers.param_indices.items()
         }
 
-    def _of(self, param: Any) -> tuple[Stage3, int]:
-        """Return the engine of a parameter that follows a plan, and its index there."""
+    def _part_of(self, param: Any) -> EnginePart:
         # Experts are in another engine than dense parameters.
         for part in self.parts:
             if param.ds_id in part.gathers.param_indices:
-                return part.topo, part.gathers.param_indices[param.ds_id]
+                return part
         raise KeyError(param.ds_id)
 
     def of(self, param: Any) -> Stage3:
         """Return the engine of a parameter that follows a plan."""
-        return self._of(param)[0]
+        return self._part_of(param).topo
+
+    def weights_of(self, param: Any) -> Weights:
+        """Return the set of weights to which a parameter that follows a plan belongs."""
+        return self._part_of(param).gathers.weights_of(param)
 
     def at(self, sub_group: int) -> Stage3:
         """Return the engine of a sub-group."""
@@ -155,8 +159,9 @@ class Parts:
 
     def own_param_index(self, param: Any) -> Tensor:
         """Return the view of a parameter's gradient in the own row of its engine."""
-        topo, param_index = self._of(param)
-        gradients = topo.gradients
+        part = self._part_of(param)
+        gradients = part.topo.gradients
+        param_index = part.gathers.param_indices[param.ds_id]
         return gradients.layout.parameter(gradients.own_row[None], param_index)[0]
 
     def own_offset(self, sub_group: int) -> int:
