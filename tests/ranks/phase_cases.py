@@ -73,16 +73,21 @@ def drawn_case(rng: random.Random, seed: int, wants: str = "") -> Case:
     Args:
         rng: what it is drawn from.
         seed: the case's number.
-        wants: what the case must have: "int8" weights stored as INT8 alone, a "secondary" copy, or
-            "" anything.
+        wants: what the case must have: "int8" weights stored as INT8 alone, a "secondary" copy,
+            only "frozen" parameters, or "" anything.
     """
     machine, block, config = _drawn_config(rng, wants)
     dtype = rng.choice([torch.float32, torch.bfloat16, torch.bfloat16, torch.float16])
     lowered = torch.bfloat16 if dtype == torch.float32 and rng.random() < 0.7 else None
     scatter_dtype = rng.choice([dtype, torch.float32, torch.bfloat16])
     world = machine.world_size
-    trained = _drawn_parameters(rng, world, rng.randint(1, 5), 0, lowered)
-    frozen = _drawn_parameters(rng, world, rng.choice([0, 0, 1, 3]), len(trained), lowered)
+    if wants == "frozen":
+        config = config.without_training()
+        trained = []
+        frozen = _drawn_parameters(rng, world, 4, 0, lowered)
+    else:
+        trained = _drawn_parameters(rng, world, rng.randint(1, 5), 0, lowered)
+        frozen = _drawn_parameters(rng, world, rng.choice([0, 0, 1, 3]), len(trained), lowered)
     run_numel = rng.choice([1, 600, 2000, 1 << 20])
     return Case(seed, block, config, dtype, scatter_dtype, trained, frozen, run_numel)
 

@@ -22,6 +22,8 @@ from tests.harness import run_threads
 from tests.marks import late
 from tests.ranks.phase_cases import Case, drawn_case
 from tests.ranks.phase_model import Model
+from zero_topo.collectives.queue import Handle
+from zero_topo.collectives.transport import Group
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.engine.weights import Weights
 from zero_topo.plan import Phase
@@ -56,7 +58,8 @@ class Engine:
         storage.own_row.copy_(trained)
         if state is not None:
             self._made.load_state_dict(state)
-        self._made.restart(masters)
+        if self._case.trained:
+            self._made.restart(masters)
         if self._case.frozen:
             self._made.sets[1].storage.own_row.copy_(frozen)
             self._made.restart_frozen()
@@ -68,10 +71,16 @@ class Engine:
             return self._made.weights, 0
         return self._made.sets[1], count
 
-    def gather(self, indices: Sequence[int], phase: Phase) -> list[Tensor]:
-        """Whole parameters, all trained or all frozen."""
-        weights, first = self._set_of(indices[0])
-        return weights.gather([index - first for index in indices], phase).wait()
+    def gather(self, order: Sequence[int], *lists: tuple[Sequence[int], Phase]) -> list[Tensor]:
+        """Whole parameters, of lists that are all trained or all frozen. Their gathers begin one
+        after the other; the rank waits for them in its own order.
+        """
+        begun = []
+        for indices, phase in lists:
+            weights, first = self._set_of(indices[0])
+            begun.append(weights.gather([index - first for index in indices], phase))
+        found = {place: begun[place].wait() for place in order}
+        return [whole for place in range(len(begun)) for whole in found[place]]
 
     def publish(self, indices: range, masters: Tensor) -> None:
         """The optimizer has updated these masters ``[N / O, columns]``."""
@@ -93,9 +102,9 @@ class Engine:
         sent = self._case.trained[indices[0]].sent
         self._made.gradients.scatter(indices, grads, last, sent)
 
-    def peek(self) -> None:
-        """A user reads gradients before the step."""
-        self._made.gradients.peek()
+    def peek(self) -> Tensor:
+        """A user reads gradients before the step: the rank's own row ``[F]``."""
+        return self._made.gradients.peek().clone()
 
     def sync(self) -> Tensor:
         """The gradients that the optimizer reads, ``[N / O, F]``."""
@@ -194,12 +203,22 @@ class Walk:
         return self.rng.sample(alike, self.rng.randint(1, len(alike)))
 
     def gather(self, *phases: Phase) -> None:
-        """Gather some parameters, in one of these phases."""
-        pools = [pool for pool in (self.trained, self.frozen) if pool]
-        indices = self._alike(self.rng.choice(pools))
-        phase = self.rng.choice(phases or PHASES)
-        wanted = self.model.gather(indices, phase)
-        call = Call("gather", lambda _: (indices, phase), lambda _: wanted, f"{indices} {phase}")
+        """Gather some parameters, in one of these phases; or several lists at once, for which
+        ranks wait in any order."""
+        left = set(self.trained) | set(self.frozen)
+        lists = []
+        wanted = []
+        for _ in range(self.rng.choice([1, 1, 3])):
+            pools = [left.intersection(pool) for pool in (self.trained, self.frozen)]
+            indices = self._alike(self.rng.choice([sorted(pool) for pool in pools if pool]))
+            phase = self.rng.choice(phases or PHASES)
+            lists.append((indices, phase))
+            wanted += self.model.gather(indices, phase)
+            left.difference_update(indices)
+            if not left:
+                break
+        orders = [self.rng.sample(range(len(lists)), len(lists)) for _ in range(self.model.world)]
+        call = Call("gather", lambda rank: (orders[rank], *lists), lambda _: wanted, f"{lists}")
         self._calls.append(call)
 
     def publish(self) -> None:
@@ -272,8 +291,12 @@ class Walk:
     def peek(self) -> None:
         """Read gradients before the step, where the sync does not round what is read twice."""
         if self.model.sync_dtype == self.model.accumulated:
-            self.model.sync()
-            self._calls.append(Call("peek", nothing))
+            tables = [table.clone() for table in self.model.sync()]
+
+            def wanted(rank: int) -> list[Tensor]:
+                return [self._own(tables, self.trained, rank, 0.0)]
+
+            self._calls.append(Call("peek", nothing, wanted))
 
     def end_step(self) -> None:
         """End the step."""
@@ -333,8 +356,8 @@ class Walk:
 
 
 def gathers_bring_each_parameter_as_its_format_says(seed: int) -> None:
-    """Whatever the list, the order, the tree and the phase."""
-    walk = Walk(seed, "", "int8")
+    """Whatever the list, the order, the tree and the phase; also where nothing is trained."""
+    walk = Walk(seed, "", "int8", "frozen")
     for _ in range(8):
         walk.gather()
     walk.check()
@@ -398,6 +421,20 @@ PROPERTIES = (
     secondary_copies_are_of_the_last_weights,
     a_new_engine_goes_on_as_the_old_one_would,
 )
+
+
+@pytest.fixture(autouse=True)
+def late_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an all-gather brings arrives when it is waited for; until then its buffer is NaN."""
+    all_gather = Group._all_gather
+
+    def slow(group: Group, message: Tensor) -> Handle[Tensor]:
+        received = all_gather(group, message).wait()
+        arrived = received.clone()
+        received.view(torch.uint8).fill_(255)
+        return Handle(received).then(lambda buffer: buffer.copy_(arrived))
+
+    monkeypatch.setattr(Group, "_all_gather", slow)
 
 
 @pytest.mark.parametrize("seeds", [range(50), late(range(50, 2000))], ids=["some", "many"])

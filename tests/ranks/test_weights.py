@@ -1,165 +1,145 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Weight shards: gathers bring parameters back, publish keeps replicas alike, secondaries are
-fresh, padding zero.
+"""Weight shards: their bytes, the errors that keep stale weights from being read, what debug checks
+find. What gathers, publishes, edits and restarts bring is tested in ``test_phases.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import product
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from torch import Tensor
 
+from benchmarks.bare import bare_engine, matrices
 from tests.harness import run_threads
 from tests.ranks.worlds import (
-    BLOCKS,
     PARAM_INDICES,
     PLAIN,
     SCHEMES,
-    World,
-    assert_weights_alike,
     loaded,
-    primary,
-    shards,
     shuffled,
     world,
 )
-from zero_topo.collectives.transport import rows_of
-from zero_topo.engine.agreement import checksum
-from zero_topo.engine.shards import Layout
+from zero_topo.cost import by_domain, memory_bytes, step_bytes
+from zero_topo.engine.copies import Copy
+from zero_topo.engine.stage3 import Stage3
 from zero_topo.engine.weights import Weights
-from zero_topo.plan import Phase, Plan
-from zero_topo.quant import ops
-from zero_topo.quant.spec import BlockSpec
-from zero_topo.topology.model import Topology
+from zero_topo.hook.parameters import ParameterGathers
+from zero_topo.plan import Phase
 from zero_topo.topology.presets import emulated
 
-TREES = [(1, 1, 1), (1, 1, 2), (3, 1, 2), (2, 3, 1)]
+TRAINED = (64, 7)
+BLOCK = 64
+NUMELS = (8 * BLOCK, 5, 8 * 2 * BLOCK, 8 * 3 * BLOCK - 7, 100)
+DIMS = (2, 1, 2, 2, 2)
+KEPT = 1
+"""The frozen parameter that is persistent."""
+FROZEN = [
+    replace(parameter, dims=dims, persistent=index == KEPT)
+    for index, (parameter, dims) in enumerate(zip(matrices(NUMELS), DIMS, strict=True))
+]
+MOVING = [index for index in range(len(NUMELS)) if index != KEPT]
+BLOCKS: dict[str, dict[str, Any]] = {
+    **{scheme: {"scheme": scheme} for scheme in SCHEMES},
+    **{f"plain {scheme}": {"scheme": scheme, "quantize": PLAIN} for scheme in SCHEMES},
+    "replicated optimizer": {"scheme": "topo", "optimizer": "node"},
+    "whole": {"scheme": "topo", "weights": "rank", "secondary": None},
+}
+MICRO_BATCHES = 2
 
 
-@pytest.mark.parametrize(
-    ("scheme", "machine", "dtype"),
-    [
-        *(
-            pytest.param(scheme, emulated(2, 2, 2), torch.float32, id=f"{scheme} block")
-            for scheme in SCHEMES
-        ),
-        *(
-            pytest.param(scheme, shuffled(emulated(2, 2, 2)), torch.float32, id=f"{scheme} mixed")
-            for scheme in SCHEMES
-        ),
-        *(
-            pytest.param("topo", emulated(*tree), torch.bfloat16, id=f"any tree {tree}")
-            for tree in TREES
-        ),
-    ],
-)
-def test_unquantized_gathers_return_every_parameter_exactly(
-    scheme: str, machine: Topology, dtype: torch.dtype
-) -> None:
-    w = world(BLOCKS[scheme], machine)
-
-    def rank_main(rank: int) -> bool:
-        engine, params = loaded(w, dtype)
-        same = []
-        for phase in ("gather_forward", "gather_backward", "gather_exact"):
-            found = engine.weights.gather(PARAM_INDICES, phase).wait()
-            same += [torch.equal(a, b) for a, b in zip(found, params, strict=True)]
-        return all(same)
-
-    assert all(run_threads(w.size, rank_main))
+def gathered(engine: Stage3, indices: Sequence[int], phase: Phase) -> None:
+    """Gather frozen parameters."""
+    engine.sets[1].gather(indices, phase).wait()
 
 
-def quantized_model(
-    w: World, params: list[torch.Tensor], degree: int, spec: BlockSpec | None
-) -> list[torch.Tensor]:
-    """What a quantized gather over ``degree`` ranks must give, from whole parameters and the plan
-    alone.
+# -- bytes -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("numels", [TRAINED, ()], ids=["trained", "frozen alone"])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_bytes_stored_and_sent_are_the_plans(name: str, numels: tuple[int, ...]) -> None:
+    """To the byte, and over the world only if the plan's weights are."""
+    w = world(BLOCKS[name], shuffled(emulated(2, 2, 2)), numels)
+    config = w.config if numels else w.config.without_training()
+
+    def rank_main(rank: int) -> None:
+        engine = bare_engine(config, matrices(numels), torch.bfloat16, frozen=FROZEN)
+        if numels:
+            engine.restart()
+        engine.restart_frozen()
+        # The first forward pass fills copies that all later ones read.
+        gathered(engine, MOVING, "gather_forward")
+        engine.meter.reset_step()
+        for _ in range(MICRO_BATCHES):
+            for phase in ("gather_forward", "gather_backward") if numels else ("gather_forward",):
+                if numels:
+                    engine.weights.gather(range(len(numels)), phase).wait()
+                gathered(engine, MOVING, phase)
+        if numels:
+            gathered(engine, [KEPT], "gather_exact")
+        engine.end_step(skipped=True)
+        work = engine.workload(MICRO_BATCHES)
+        sent = {k: n for k, n in step_bytes(config, work).items() if k[0].startswith("gather")}
+        assert dict(engine.meter.last_step) == sent
+        assert by_domain(sent).get("world", 0) == 0 or config.plan.weights == w.size
+        stored = memory_bytes(config, work, 2)
+        if numels:
+            assert engine.memory()["frozen"] == stored["frozen"]
+        else:
+            assert {**engine.memory(), "optimizer": 0} == stored
+
+    run_threads(w.size, rank_main)
+
+
+@pytest.mark.parametrize("scheme", ["topo", "zero3", "zero++", "hsdp"])
+def test_published_bytes_are_the_formula(scheme: str) -> None:
+    """Per domain, for several runs."""
+    w = world({"scheme": scheme, "quantize": PLAIN})
+
+    def rank_main(rank: int) -> None:
+        engine, _ = loaded(w, torch.bfloat16, chunk=600)
+        engine.meter.reset_step()
+        engine.weights.mark_updated()
+        engine.end_step(skipped=False)
+        engine.weights.wait_for_publish()
+        engine.meter.end_step()
+        sent = {k: n for k, n in engine.meter.total.items() if k[0] == "publish"}
+        formula = step_bytes(w.config, engine.workload(1))
+        assert sent == {k: n for k, n in formula.items() if k[0] == "publish"}
+
+    run_threads(w.size, rank_main)
+
+
+def test_what_never_changes_is_quantized_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy that a forward gather fills for backward ones is not filled again while the weights
+    are the same.
     """
-    plan = w.config.plan
-    assert spec is not None
-    result = []
-    for param in params:
-        parts = shards(plan, param)
-        out = torch.empty_like(parts)
-        for rank in plan.groups(1, degree)[0]:
-            rows = plan.rows(rank, degree)
-            piece = ops.quantize(parts[rows], spec)
-            out[rows] = ops.dequantize(piece, spec, torch.empty_like(parts[rows]))
-        result.append(out.view(-1)[: param.numel()])
-    return result
+    w = world({"scheme": "zero++", "quantize": {"secondary": "int8"}}, numels=TRAINED)
+    stored = list[int]()
+    store = Copy.store
+
+    def counting(copy: Copy, rows: Tensor) -> None:
+        stored.append(rows.numel())
+        store(copy, rows)
+
+    monkeypatch.setattr(Copy, "store", counting)
+
+    def rank_main(rank: int) -> None:
+        engine = bare_engine(w.config, matrices(TRAINED), torch.bfloat16, frozen=FROZEN)
+        engine.restart_frozen()
+        for _ in range(3):
+            gathered(engine, MOVING, "gather_forward")
+
+    run_threads(w.size, rank_main)
+    assert len(stored) == w.size * len(MOVING)
 
 
-@pytest.mark.parametrize("scheme", ["paper", "topo", "zero++"])
-@pytest.mark.parametrize("secondary", ["gpu", "node"])
-def test_quantized_gathers_equal_the_model_whatever_the_bucket(scheme: str, secondary: str) -> None:
-    quantize = {"weights": "int8", "secondary": "int8", "resident": None}
-    block: dict[str, object] = {
-        "scheme": scheme,
-        "secondary": secondary,
-        "quantize": quantize,
-    }
-    w = world(block, shuffled(emulated(2, 2, 2)))
-
-    def rank_main(rank: int) -> bool:
-        engine, params = loaded(w, torch.bfloat16)
-        plan = w.config.plan
-        forward = quantized_model(w, params, plan.weights, w.config.weights_spec)
-        assert plan.secondary is not None
-        source = params if plan.secondary % plan.weights == 0 else forward
-        backward = quantized_model(w, source, plan.secondary, w.config.secondary_spec)
-        ok = []
-        for buckets in ([PARAM_INDICES], [(0, 3), (1,), (4, 2)]):
-            passes: list[tuple[Phase, Any]] = [
-                ("gather_forward", forward),
-                ("gather_backward", backward),
-            ]
-            for (phase, wanted), param_indices in product(passes, buckets):
-                found = engine.weights.gather(param_indices, phase).wait()
-                ok += [torch.equal(a, wanted[i]) for i, a in zip(param_indices, found, strict=True)]
-        return all(ok)
-
-    assert all(run_threads(w.size, rank_main))
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_publish_brings_every_optimizer_update_to_every_replica(scheme: str) -> None:
-    w = world({"scheme": scheme, "quantize": PLAIN}, shuffled(emulated(2, 2, 2)))
-
-    def rank_main(rank: int) -> tuple[bool, int]:
-        engine, params = loaded(w, chunk=100)
-        engine.weights.storage.own.add_(1.0)
-        engine.weights.mark_updated()
-        found = engine.weights.gather(PARAM_INDICES, "gather_backward").wait()
-        expected = [param + 1.0 for param in params]
-        same = all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-        return same, int(checksum(primary(engine)))
-
-    results = run_threads(w.size, rank_main)
-    assert all(same for same, _ in results)
-    assert_weights_alike(w, [checksum for _, checksum in results])
-
-
-@pytest.mark.parametrize(
-    ("scheme", "secondary"), [("zero++", "node"), ("topo", "node"), ("zero++", "rank")]
-)
-def test_a_publish_makes_every_older_secondary_unreadable(scheme: str, secondary: str) -> None:
-    w = world({"scheme": scheme, "secondary": secondary, "quantize": PLAIN})
-
-    def rank_main(rank: int) -> bool:
-        engine, params = loaded(w)
-        engine.weights.gather(PARAM_INDICES, "gather_forward").wait()
-        engine.weights.storage.own.mul_(2.0)
-        engine.weights.mark_updated()
-        engine.weights.gather((1, 4), "gather_forward").wait()
-        found = engine.weights.gather(PARAM_INDICES, "gather_backward").wait()
-        return all(torch.equal(a, b * 2.0) for a, b in zip(found, params, strict=True))
-
-    assert all(run_threads(w.size, rank_main))
+# -- errors and debug checks -----------------------------------------------------------------------
 
 
 def unrefreshed(weights: Weights) -> None:
@@ -224,65 +204,63 @@ def test_debug_checks_name_the_ranks_whose_replicas_differ(quantize: dict[str, A
     assert len(set(run_threads(w.size, rank_main))) == 1
 
 
-def test_every_gather_waits_for_the_last_change_of_the_weights(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """On a GPU gathers run on another stream than publish; events keep the order (here a stand-in
-    records them).
+def test_debug_checks_pass_if_all_frozen_parameters_are_int8() -> None:
+    """No frozen parameter then has a column in the model's own type, and the check compares empty
+    tensors.
     """
-    w = world({"scheme": "zero3", "quantize": PLAIN}, emulated(1, 1, 1))
-    log: list[str] = []
-
-    class Event:
-        def __init__(self, number: int) -> None:
-            self.number = number
-
-        def wait(self) -> None:
-            log.append(f"wait {self.number}")
-
-    def record(device: torch.device) -> Event:
-        log.append("record")
-        return Event(log.count("record"))
-
-    monkeypatch.setattr("zero_topo.engine.weights.recorded_event", record)
+    w = world({"scheme": "topo", "debug_checks": True}, numels=TRAINED)
 
     def rank_main(rank: int) -> None:
-        engine, _ = loaded(w)
-        engine.weights.gather(PARAM_INDICES, "gather_forward")
-        log.append("publish")
-        engine.weights.mark_updated()
-        engine.weights.gather(PARAM_INDICES, "gather_backward")
-        log.append("edit")
-        engine.weights.write_back(0, torch.ones(1))
-        engine.weights.gather(PARAM_INDICES, "gather_exact")
+        frozen = matrices([8 * BLOCK])
+        engine = bare_engine(w.config, matrices(TRAINED), torch.bfloat16, frozen=frozen)
+        assert not engine.sets[1].storage.primary.numel()
+        engine.end_step(skipped=True)
 
-    run_threads(1, rank_main)
-    # The first of each line waits for what was before, also where it then changes the weights
-    # itself.
-    assert log == [
-        *("record", "wait 1"),
-        *("publish", "wait 1", "record", "wait 2", "record"),
-        *("edit", "wait 3", "record", "wait 4"),
-    ]
+    run_threads(w.size, rank_main)
 
 
-@given(
-    data=st.data(),
-    numels=st.lists(st.integers(1, 40), min_size=1, max_size=4),
-    mixed_up=st.booleans(),
-)
-def test_exactly_the_padding_is_zeroed(
-    data: st.DataObject, numels: list[int], mixed_up: bool
-) -> None:
-    """And nothing else: on every rank, in the whole world shard or from some parameter on, in any
-    placement.
+def test_what_is_not_finite_reaches_every_gather() -> None:
+    """A NaN among the masters is a NaN block in all copies, not an INT8 value that froze."""
+    w = world({"scheme": "topo", "quantize": {"resident": "int8"}}, numels=(8 * BLOCK,))
+
+    def rank_main(rank: int) -> list[bool]:
+        engine, _ = loaded(w, torch.bfloat16)
+        masters = engine.weights.storage.own.float()
+        if rank == 3:
+            masters[0, 2] = torch.nan
+        engine.weights.mark_updated(masters=masters)
+        (found,) = engine.weights.gather((0,), "gather_forward").wait()
+        return found.isnan().view(8, BLOCK).any(1).tolist()
+
+    assert all(seen == [rank == 3 for rank in range(8)] for seen in run_threads(w.size, rank_main))
+
+
+def test_what_cannot_follow_the_plan_stays_with_deepspeed() -> None:
+    """Those of another type or served by another engine of ours, and a line says so; empty ones do
+    not count.
     """
-    order = tuple(data.draw(st.permutations(range(8)))) if mixed_up else None
-    plan = Plan(8, weights=1, secondary=None, gradients=1, optimizer=1, order=order)
-    layout = Layout(plan, data.draw(st.integers(0, 7)), tuple(numels))
-    first = layout.begins[data.draw(st.integers(0, len(numels) - 1))]
-    rows = torch.cat([rows_of(torch.ones(numel), plan) for numel in numels], dim=1)
-    expected = rows[layout.row(1), first:]
-    shard = torch.full_like(expected, torch.nan).masked_fill(expected == 1, 1.0)
-    layout.clear_padding(shard, first)
-    assert torch.equal(shard, expected)
+
+    def parameter(ds_id: int, numel: int, dtype: torch.dtype, partition: Any = print) -> Any:
+        found = torch.nn.Parameter(torch.zeros(0), requires_grad=False)
+        own = {
+            "ds_tensor": torch.zeros(numel, dtype=dtype),
+            "ds_persist": False,
+            "partition": partition,
+        }
+        vars(found).update(ds_id=ds_id, ds_numel=numel, ds_shape=(numel,), **own)
+        return found
+
+    def gathers(*params: Any) -> ParameterGathers:
+        module = torch.nn.Module()
+        for index, param in enumerate([*params, trained]):
+            module.register_parameter(f"p{index}", param)
+        return ParameterGathers(module, [trained], {}, half, [*module.parameters()])
+
+    half, single = torch.bfloat16, torch.float32
+    plain, empty, trained = parameter(3, 8, half), parameter(4, 0, half), parameter(5, 8, half)
+    found = gathers(parameter(1, 8, single), parameter(2, 8, half, partial(print)), plain, empty)
+    assert [param.ds_id for param in found.frozen] == [3] and found.param_indices == {5: 0, 3: 0}
+    assert (found.note() or "").startswith(
+        "2 frozen parameters are not torch.bfloat16, or another engine"
+    )
+    assert gathers(plain, empty).note() is None
