@@ -22,11 +22,10 @@ from tests.xpu import environment
 pytestmark = pytest.mark.long
 PROGRAM = ROOT / "tests/e2e/programs/xpu.py"
 SUITES = {
-    "weights": (["tests/ranks/test_weights.py"], "", 30),
+    "phases": (["tests/ranks/test_phases.py"], "some", 5),
+    "weights": (["tests/ranks/test_weights.py"], "", 25),
     "agreement": (["tests/ranks/test_agreement.py"], "", 20),
-    "gradients": (["tests/ranks/test_gradients.py"], "", 50),
     "quantized sync": (["tests/ranks/test_quantized_sync.py"], "", 35),
-    "resident": (["tests/ranks/test_resident.py"], "", 20),
     "order": (
         ["tests/ranks/test_streams.py"],
         "not no_race or (no_race and True-True and (codes or q4 or oktopk))",

@@ -219,17 +219,6 @@ def whole_weights(engine: Stage3) -> Weights:
     return engine.weights
 
 
-def primary(engine: Stage3) -> Tensor:
-    """Their shard."""
-    return whole_weights(engine).storage.primary
-
-
-def assert_weights_alike(w: World, sums: Sequence[int]) -> None:
-    """By rank: checksums of weight shards are the same wherever a shard is stored."""
-    for group in w.config.plan.groups(w.config.plan.weights, w.size):
-        assert len({sums[rank] for rank in group}) == 1
-
-
 def synced(engine: Stage3, grads: Sequence[Tensor], peeks: bool = False) -> Tensor:
     """One last micro-batch, perhaps a read of the synced gradient, and sync; what the optimizer
     gets, ``[R, F]``.
