@@ -148,6 +148,7 @@ def shard_optimizer(
     kind: Callable[..., torch.optim.Optimizer],
     model: nn.Module,
     params: Iterable[Any] | None = None,
+    elementwise: bool = False,
     **settings: Any,
 ) -> ShardedOptimizer:
     """Build an optimizer whose states are sharded as the block says. Collective.
@@ -156,6 +157,8 @@ def shard_optimizer(
         kind: an optimizer that updates each element by itself, such as ``torch.optim.AdamW``.
         model: of :func:`fully_shard` or :func:`attach`, with its weights, not on the meta device.
         params: parameters or groups, as ``kind`` takes them; None is all that require a gradient.
+        elementwise: whether ``kind`` updates each element by itself; of torch's optimizers and ours
+            it is known.
         settings: of ``kind``.
 
     Raises:
@@ -170,7 +173,7 @@ def shard_optimizer(
         )
     if params is None:
         params = [param for param in model.parameters() if param.requires_grad]
-    return ShardedOptimizer(kind, host, list(params), settings)
+    return ShardedOptimizer(kind, host, list(params), settings, elementwise)
 
 
 def _agreed(block: Mapping[str, Any]) -> ResolvedConfig:

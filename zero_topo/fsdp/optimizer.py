@@ -33,7 +33,7 @@ from inspect import ismethod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, optim
 from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 
@@ -48,11 +48,32 @@ from zero_topo.fsdp.parts import WITHOUT_OPTIMIZER, Part, parts_of
 from zero_topo.fsdp.publish import Publisher
 from zero_topo.fsdp.residuals import summed_residuals
 from zero_topo.fsdp.settings import PassFlags, follow
-from zero_topo.fsdp.trial import check_elementwise
 from zero_topo.plan import packed_runs
 from zero_topo.quant.operands import DTYPES
 from zero_topo.quant.ops import cast_to
-from zero_topo.sync import Moment, Parameter, SyncContext, build_mode
+from zero_topo.sync import AdamS, AgedAdamW, Moment, Parameter, SyncContext, build_mode
+
+ELEMENTWISE = {
+    AdamS,
+    AgedAdamW,
+    optim.ASGD,
+    optim.Adadelta,
+    optim.Adagrad,
+    optim.Adam,
+    optim.AdamW,
+    optim.Adamax,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Rprop,
+    optim.SGD,
+}
+"""Optimizers that update each element by itself.
+
+A rank updates its parts of tensors, flat. Optimizers that use a norm of a tensor (LAMB, LARS), its
+rows and columns (Adafactor, Muon), or sums over all tensors (LBFGS) would train otherwise than with
+whole tensors, without an error.
+"""
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -66,6 +87,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         host: the attached model.
         params: its parameters, or groups of them.
         settings: of ``kind``.
+        elementwise: whether ``kind`` updates each element by itself, if it is none of
+            :data:`ELEMENTWISE`.
 
     Attributes:
         host: the attached model.
@@ -83,6 +106,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         host: Host,
         params: Sequence[Any],
         settings: dict[str, Any],
+        elementwise: bool = False,
     ) -> None:
         if host.before_reduction is not no_optimizer:
             raise ValueError(
@@ -94,8 +118,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             host, {param for group in self.param_groups for param in group["params"]}
         )
         device = next(iter(self.parts.values())).master.device
-        check_elementwise(kind, self.param_groups, settings, device)
         self.inner = kind(masters_of(self.param_groups, self.parts), **settings)
+        if not elementwise and type(self.inner) not in ELEMENTWISE:
+            raise ValueError(
+                f"{type(self.inner).__name__} is not known to update each element by itself, and "
+                "ranks update parts of tensors; if it does, pass elementwise=True, else take "
+                "another, such as torch.optim.AdamW"
+            )
         self.defaults = self.inner.defaults
         self._link = Link(self, self.inner, self.parts, self._own_entries)
         self._build(device)
