@@ -32,12 +32,10 @@ def test_a_rank_trains_and_reports_without_any_extra(tmp_path: Path) -> None:
     assert {path.name for path in folder.iterdir()} == {"metrics.jsonl", "report.json"}
     steps = [line for line in read_metrics(folder) if "lr" in line]
     assert [line["step"] for line in steps] == [1, 2, 3]
-    assert all(
-        line["loss"] > 0 and line["tokens_per_s"] > 0 and line["tflops"] > 0 for line in steps
-    )
+    assert all(line["loss"] > 0 and line["seconds"] > 0 for line in steps)
     peak = read_report(folder)["zero_topo"]["peak"]
     assert peak["min"] > 10_000_000 and not peak["on_device"] and peak["predicted"] > 0
-    assert "3 optimizer steps; the last one: " in said and "Memory of each rank" in said
+    assert "3 optimizer steps" in said and "Memory of each rank" in said
     assert max(map(len, said.splitlines())) < 200
     assert main(["report", str(folder)]) == 0 and (folder / "report.html").exists()
 

@@ -26,7 +26,6 @@ from zero_topo.hook import optimizer as module
 from zero_topo.hook.parts import EnginePart, Parts
 from zero_topo.hook.passes import BackwardPasses
 from zero_topo.hook.seam import Stock
-from zero_topo.observe.pace import Pace
 
 
 class Copies(TorchDispatchMode):
@@ -79,7 +78,6 @@ def hooked(deepspeed: DeepSpeed, offload: bool) -> Iterator[Any]:
         "offloaded_states": set(),
         "reduce_and_partition_stream": deepspeed.scatters,
         "offload_optimizer": offload,
-        "pace": Pace(0, None),
         "overflow": False,
         "inf_or_nan_tracker": torch.tensor(False),
         "fp16_partitioned_groups_flat_numel": widths,

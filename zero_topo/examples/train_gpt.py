@@ -140,8 +140,7 @@ def train(run: Run, log: Path | None, first: int) -> None:
         times_s.append(time.perf_counter())
         stats = zero_topo.stats(engine) if "zero_topo" in engine.config else None
         sent = stats and stats.step_bytes
-        pace = stats.pace if stats else {}
-        log_step(log, step, mean, engine.get_lr()[0], times_s[-1] - times_s[-2], sent, pace)
+        log_step(log, step, mean, engine.get_lr()[0], times_s[-1] - times_s[-2], sent)
         if step == args.warmup and args.seconds is not None:
             args.steps = steps_that_fit(times_s, args.seconds, engine.device)
         words = f"loss {mean:.3f}  {format_seconds(times_s[-1] - times_s[0])}"

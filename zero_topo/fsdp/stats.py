@@ -47,7 +47,6 @@ def stats(optimizer: ShardedOptimizer) -> Stats:
         peak_memory=peak,
         on_device=on_device,
         predicted_memory={},
-        pace={},
         formula=dict(optimizer.formula),
     )
 

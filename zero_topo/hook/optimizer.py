@@ -22,7 +22,6 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStat
 from torch import Tensor
 
 from zero_topo.config import ResolvedConfig
-from zero_topo.cost.bounds import rates_of
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.engine.state_offload import offload
 from zero_topo.hook.muon import all_finite, apply_muon, check_muon
@@ -30,7 +29,6 @@ from zero_topo.hook.parts import Parts
 from zero_topo.hook.passes import BackwardPasses, graph_task, module_hook
 from zero_topo.hook.seam import Stock, at_boundary, empty_bucket, forget_backward, replaced
 from zero_topo.hook.start import meeting_place
-from zero_topo.observe.pace import Pace
 from zero_topo.observe.watch import watched
 from zero_topo.sync import Moment
 
@@ -57,7 +55,6 @@ class TopoStage3(Stock):
     Attributes:
         topo: the shards, independent of DeepSpeed.
         param_indices: ``ds_id`` -> parameter index in its set of weights, trained or frozen.
-        pace: speed of the last optimizer step.
         predicted_memory: role -> bytes at the peak of a step, as predicted; filled
             on first use.
         recorder: writes the run's folder on rank 0, if the block names one.
@@ -137,14 +134,7 @@ class TopoStage3(Stock):
         for part in self._parts:
             part.topo.restart()
             part.gathers.serve(part.topo, self._write_back, partial(self.require_states, LP_PARAMS))
-        self._beginning = self.module.register_forward_pre_hook(
-            module_hook(self.forward_begins), with_kwargs=True
-        )
-        rates = None if self.topo.config.topology.emulated else rates_of(self.topo.config.topology)
-        numel = sum(param.ds_numel for param in self.module.parameters())
-        trained = sum(param.ds_numel for param in self._parts.trained()) / max(numel, 1)
-        # Without a known peak of the device there is no MFU.
-        self.pace = Pace(numel, None if rates is None else rates.peak_flops, trained)
+        self._beginning = self.module.register_forward_pre_hook(module_hook(self.forward_begins))
 
     def _setup_for_real_optimizer(self) -> None:
         self.topo.gradients.mode.check_optimizer(self.optimizer)
@@ -317,11 +307,10 @@ class TopoStage3(Stock):
                 part.topo.gradients.zero()
         super().zero_grad(set_to_none)
 
-    def forward_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def forward_begins(self, args: tuple[Any, ...]) -> None:
         """Drop the gradients of a backward pass that failed half-way (out of memory, caught) before
         a forward pass.
         """
-        self.pace.forward_begins([*args, *kwargs.values()])
         for part in self._parts:
             part.gathers.warn_of_unfrozen()
         if graph_task() != -1:  # a recomputation inside a backward pass
@@ -368,7 +357,6 @@ class TopoStage3(Stock):
             self.persistent_parameters[0].all_gather(self.persistent_parameters)
         self._parts.end_step(self.overflow, self.fp32_partitioned_groups_flat)
         self._read_autocast_scale()
-        self.pace.end_step()
 
     def _read_autocast_scale(self) -> None:
         if self.torch_autocast_gradscaler is not None:

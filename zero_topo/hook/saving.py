@@ -29,12 +29,12 @@ import torch
 from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, TorchCheckpointEngine
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
+from torch.utils._pytree import tree_leaves
 
 from zero_topo.engine.agreement import all_can
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.hook.inference import TopoInference
 from zero_topo.hook.seam import RECOVERY_SCRIPT, replaced, wrapping
-from zero_topo.observe.pace import tensors_in
 from zero_topo.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -209,7 +209,8 @@ def _sentence(path: Path, error: Exception, content: Any) -> str:
     if error.errno not in FULL:
         return f"{reason}: make its folder writable, or save into another"
     # A storage counts once, however many views of it are saved.
-    storages = [tensor.untyped_storage() for tensor in tensors_in([content])]
+    tensors = [leaf for leaf in tree_leaves(content) if isinstance(leaf, torch.Tensor)]
+    storages = [tensor.untyped_storage() for tensor in tensors]
     size = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
     place = os.statvfs(next(folder for folder in path.parents if folder.exists()))
     free = format_bytes(place.f_bavail * place.f_frsize)

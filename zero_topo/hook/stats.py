@@ -91,7 +91,6 @@ def stats(engine: Any) -> Stats:
         peak_memory=peak,
         on_device=on_device,
         predicted_memory=optimizer.predicted_memory if trains else {},
-        pace=optimizer.pace.last if trains else {},
         experts=experts[0] if experts else None,
     )
 
@@ -225,8 +224,8 @@ class Recorder:
             self._loss = part if self._loss is None else self._loss + part
         return backward(loss, *args, **kwargs)
 
-    def step(self, sent: Mapping[tuple[str, str], int], pace: Mapping[str, float]) -> None:
-        """Log an optimizer step: the bytes that this rank sent, and its speed."""
+    def step(self, sent: Mapping[tuple[str, str], int]) -> None:
+        """Log an optimizer step, with the bytes that this rank sent."""
         now = time.perf_counter()
         engine = self._engine
         loss = self._loss
@@ -248,7 +247,6 @@ class Recorder:
             "lr": lr,
             "seconds": seconds,
             "sent": sent,
-            "pace": pace,
         }
         self._waiting.append((event, loss, line))
         while self._waiting and (self._waiting[0][0] is None or self._waiting[0][0].query()):
@@ -309,15 +307,14 @@ def report_steps(engine: Any, optimizer: TopoStage3 | TopoInference) -> None:
 
 def _report_step(engine: Any, optimizer: TopoStage3) -> None:
     topo = optimizer.topo
-    pace = optimizer.pace.last
     seconds = topo.meter.last_seconds
     if optimizer.recorder is not None:
-        optimizer.recorder.step(topo.meter.last_step, pace)
+        optimizer.recorder.step(topo.meter.last_step)
     if engine.monitor.enabled:
         of_mode = topo.gradients.mode.report()
-        more = {**pace, "peak_bytes": float(peak_memory()[0])}
-        events = step_events(topo.meter.last_step, seconds, of_mode, more, engine.global_samples)
+        peak = peak_memory()[0]
+        events = step_events(topo.meter.last_step, seconds, of_mode, peak, engine.global_samples)
         engine.monitor.write_events(events)
     every = engine.steps_per_print()
     if engine.wall_clock_breakdown() and every and engine.global_steps % every == 0:
-        LOGGER.info(breakdown(seconds, pace))
+        LOGGER.info(breakdown(seconds))

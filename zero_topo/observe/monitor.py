@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from zero_topo.collectives.transport import Group
-from zero_topo.observe.tables import pace_words
 from zero_topo.plan import PHASES
 from zero_topo.units import GB, format_bytes
 
@@ -32,7 +31,7 @@ def step_events(
     sent: Mapping[tuple[str, str], int],
     seconds: Mapping[str, float],
     report: Mapping[str, float],
-    more: Mapping[str, float],
+    peak_bytes: int,
     samples: int,
 ) -> list[Event]:
     """Return the monitor's events of one optimizer step.
@@ -41,31 +40,27 @@ def step_events(
         sent: (phase, domain) -> bytes.
         seconds: phase -> seconds of the host.
         report: the report of the mode of sync: densities, norms, counts.
-        more: further values by name.
+        peak_bytes: the peak of this rank's memory.
         samples: the step's position on the monitor's axis.
 
     Returns:
         ``zero_topo/bytes_<domain>``, ``zero_topo/ms_<phase>``, ``zero_topo/sync_<name>`` and
-        ``zero_topo/<name>``.
+        ``zero_topo/peak_bytes``.
     """
     domains: dict[str, int] = {}
     for (_, domain), nbytes in sent.items():
         domains[domain] = domains.get(domain, 0) + nbytes
     values = {f"bytes_{domain}": float(nbytes) for domain, nbytes in domains.items()}
     values |= {f"ms_{phase}": 1e3 * value for phase, value in seconds.items()}
-    values |= {f"sync_{name}": value for name, value in report.items()} | dict(more)
+    values |= {f"sync_{name}": value for name, value in report.items()}
+    values["peak_bytes"] = float(peak_bytes)
     return [(f"zero_topo/{name}", value, samples) for name, value in sorted(values.items())]
 
 
-def breakdown(seconds: Mapping[str, float], pace: Mapping[str, float]) -> str:
-    """Return one line with the host's time in each phase, in the order of a step, and the speed of
-    the rank.
-    """
+def breakdown(seconds: Mapping[str, float]) -> str:
+    """Return one line with the host's time in each phase, in the order of a step."""
     parts = (f"{phase} {1e3 * seconds[phase]:.2f} ms" for phase in PHASES if phase in seconds)
-    return (
-        "zero_topo: "
-        f"{'; '.join(filter(None, [', '.join(parts) or 'nothing metered', pace_words(pace)]))}"
-    )
+    return f"zero_topo: {', '.join(parts) or 'nothing metered'}"
 
 
 NAMES = {

@@ -22,7 +22,7 @@ from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.cost import Workload, memory_bytes, padding_bytes, step_bytes
 from zero_topo.observe.page import write_page
 from zero_topo.observe.runlog import FORMAT, METRICS, REPORT, Key, read_metrics
-from zero_topo.observe.tables import measured_text, pace_words
+from zero_topo.observe.tables import measured_text
 from zero_topo.plan import PHASES
 from zero_topo.topology.model import LINKED_DOMAINS
 from zero_topo.versions import used
@@ -59,8 +59,6 @@ class Stats:
         on_device: whether ``peak_memory`` is that of a device.
         predicted_memory: role -> predicted bytes on this rank at the peak of a step;
             empty without an optimizer.
-        pace: ``tokens_per_s``, ``tflops`` and ``mfu`` of this rank in the last optimizer step, as
-            far as known.
         experts: with expert parallelism, the plan and the model of the experts; bytes are counted
             in domains of their own, memory and calls with those of all other parameters.
         formula: bytes of a step by the host's own formula (FSDP2); None takes that of the DeepSpeed
@@ -82,7 +80,6 @@ class Stats:
     peak_memory: int
     on_device: bool
     predicted_memory: dict[str, int]
-    pace: dict[str, float]
     experts: tuple[ResolvedConfig, Workload] | None = None
     formula: Mapping[Key, int] | None = None
 
@@ -93,10 +90,7 @@ class Stats:
 
     def __str__(self) -> str:
         what = "optimizer steps" if self.optimizer_itemsize else "forward passes"
-        head = f"{self.steps} {what}" + (
-            f"; the last one: {pace_words(self.pace)}" if self.pace else ""
-        )
-        return f"{head}\n\n{measured_text(measurements(self, [self.of_rank()]))}"
+        return f"{self.steps} {what}\n\n{measured_text(measurements(self, [self.of_rank()]))}"
 
     def of_rank(self) -> RankBytes:
         """Return this rank's part of a report."""
@@ -146,16 +140,11 @@ def build_report(
 
 
 def _of_steps(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the number, the losses and the speed of the steps in a log."""
+    """Return the number, the losses and the time of the steps in a log."""
     steps = [line for line in metrics if "lr" in line]
     losses = [line["loss"] for line in metrics if "loss" in line] or [None]
     evaluations = [line["eval_loss"] for line in metrics if "eval_loss" in line] or [None]
     seconds = [line["seconds"] for line in steps]
-    pace = {}
-    for key in ("tokens_per_s", "tflops", "mfu"):
-        values = [line[key] for line in steps if key in line]
-        if values:
-            pace[key] = _median(values)
     return {
         "steps": len(steps),
         "first_loss": losses[0],
@@ -163,7 +152,6 @@ def _of_steps(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "eval_loss": evaluations[-1],
         "seconds": round(sum(seconds), 1),
         "seconds_per_step": _median(seconds),
-        "pace": pace,
     }
 
 

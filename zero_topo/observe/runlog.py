@@ -3,9 +3,9 @@
 goes.
 
 A line of a step holds ``step`` (from 1), ``lr``, ``seconds``, ``loss`` if it is known and, with
-zero_topo, ``sent``: bytes rank 0 sent since the step before, as ``{"phase/domain": bytes}``, and as
-far as they are known rank 0's ``tokens_per_s``, ``tflops`` and ``mfu``. Gathers of an evaluation
-count toward the step after it. A line of an evaluation holds ``step`` and ``eval_loss``.
+zero_topo, ``sent``: bytes rank 0 sent since the step before, as ``{"phase/domain": bytes}``.
+Gathers of an evaluation count toward the step after it. A line of an evaluation holds ``step`` and
+``eval_loss``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from zero_topo.strict import parse_json
@@ -40,7 +39,6 @@ def log_step(
     lr: float,
     seconds: float,
     sent: Mapping[Key, int] | None = None,
-    pace: Mapping[str, float] = MappingProxyType({}),
 ) -> None:
     """Log an optimizer step.
 
@@ -51,9 +49,8 @@ def log_step(
         lr: learning rate after it.
         seconds: duration of the step.
         sent: (phase, domain) -> bytes rank 0 sent in it; None if nothing is metered.
-        pace: tokens/s, TFLOP/s and MFU of rank 0.
     """
-    line: dict[str, Any] = {"step": step, "lr": lr, "seconds": round(seconds, 6), **pace}
+    line: dict[str, Any] = {"step": step, "lr": lr, "seconds": round(seconds, 6)}
     if loss is not None:
         line["loss"] = loss
     if sent is not None:

@@ -119,22 +119,14 @@ def last_step_lines(measured: Mapping[str, Any]) -> Iterator[str]:
 
 
 def run_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """Steps, speed and losses; nothing for a run without a step."""
+    """Steps, their time and losses; nothing for a run without a step."""
     seconds = report["seconds_per_step"]
     if seconds is not None:
         took = f"in {format_seconds(report['seconds'])}, {format_seconds(seconds)} per step"
         yield f"{report['steps']} steps on {report['world_size']} ranks {took}"
-    if report.get("pace"):
-        yield f"speed of each rank: {pace_words(report['pace'])}"
     if report["first_loss"] is not None:
         evaluated = "" if report["eval_loss"] is None else f", evaluation {report['eval_loss']:.3f}"
         yield f"loss {report['first_loss']:.3f} -> {report['last_loss']:.3f}{evaluated}"
-
-
-def pace_words(pace: Mapping[str, float]) -> str:
-    """``tokens_per_s``, ``tflops`` and ``mfu``, as far as they are known, in words."""
-    forms = {"tokens_per_s": "{:,.0f} tokens/s", "tflops": "{:.3g} TFLOP/s", "mfu": "MFU {:.1%}"}
-    return ", ".join(form.format(pace[name]) for name, form in forms.items() if name in pace)
 
 
 def sent_table(measured: Mapping[str, Any]) -> Table:
