@@ -26,7 +26,7 @@ from tests.ranks.worlds import PLAIN, World, shuffled, world
 from zero_topo.config.tagc_config import LEAST_BLOCKS
 from zero_topo.cost import Workload, step_bytes
 from zero_topo.cost.job import Job
-from zero_topo.cost.memory import predict_memory
+from zero_topo.cost.memory import moments, predict_memory
 from zero_topo.cost.transformer import Transformer
 from zero_topo.topology.presets import emulated
 
@@ -126,11 +126,10 @@ IN_RUNS: list[tuple[str, dict[str, Any]]] = [
     ],
     ids=str,
 )
-def test_a_step_holds_what_the_formula_says(
+def test_a_step_holds_at_most_what_the_formula_says(
     name: str, sync: dict[str, Any], sharded: bool, peers: int, runs: int
 ) -> None:
-    """The peak next to the residual and the masks; less where many sums are of elements that all
-    peers select.
+    """The peak next to the residual and the masks.
 
     In runs it is at most 1.5 bytes an element at 8 peers, with gradients in FP32, where each owns a
     row.
@@ -140,7 +139,7 @@ def test_a_step_holds_what_the_formula_says(
         w.config.sync.scratch(w.config.plan, w.columns, (w.columns // runs,), 4)[0],
         stored(w),
     )
-    assert 0.85 * expected <= peak <= 1.05 * expected
+    assert 0.3 * expected <= peak <= expected
     assert runs == 1 or peak <= 1.5 * peers * w.columns
 
 
@@ -164,9 +163,11 @@ def test_what_a_step_holds_is_in_the_prediction() -> None:
     shape = Transformer("small", 2, 64, 2, 100, 16, 256)
     for name in ("oktopk", "radius"):
         w = pretended(name, 2, True)
-        said = predict_memory(w.config, Workload.uniform(w.numels), Job(shape, 1, 1))
+        args = w.config, Workload.uniform(w.numels), Job(shape, 1, 1)
+        messages = max(moment["messages"] for moment in moments(*args))
+        residual = predict_memory(*args)["residual"]
         most = w.config.sync.scratch(w.config.plan, w.columns, (w.columns,), 2)[0]
-        assert said["messages"] >= most > said["residual"] > 0
+        assert messages >= most > residual > 0
 
 
 # -- above 2**31 -----------------------------------------------------------------------------------

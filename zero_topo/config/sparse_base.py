@@ -11,13 +11,13 @@ Expected, not exact
     sparse. The meter reports the bytes actually sent.
 
 Note [At the peak]
-    A run of ``n`` elements is read as gradient plus residual in FP32, ``4 n`` bytes, when it is
-    exchanged and again when the step is decided; then it is not, if its gradients are adjacent and
-    nothing has overwritten them, but the formulas count it. In addition, depending on the mode, an
-    exchange stores the magnitudes to select from (``4 n``) or the sums, and the selected elements:
-    an index and a value take 12 bytes, and 41 while they are sorted for summation in a fixed order.
-    Until the step is decided every run keeps what it sent, and the gradients that its sums
-    overwrote. The internal scratch of torch's selection and sort is not counted.
+    A run of ``n`` elements is read as gradient plus residual in FP32, ``4 n`` bytes. An exchange
+    stores in addition magnitudes to select from, or sums, and selected elements. :data:`PEAK` bytes
+    per element bound it, with ``4 n`` more where all ranks get all sums; to select the largest
+    elements of each parameter takes :data:`PART_BYTES`. The bound is at most three times what is
+    measured, for the densities of the papers. Until the step is decided every run keeps what it
+    sent, a row of residuals, and the gradients that its sums overwrote. The internal scratch of
+    torch's selection and sort is not counted.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, StrictBool
 
 from zero_topo.config.sync_config import (
     FP32,
-    ITEMSIZES,
     Dtype,
     Move,
     SyncSettings,
@@ -43,8 +42,8 @@ from zero_topo.config.sync_config import (
 from zero_topo.plan import Plan
 
 SELECTION_BYTES = 12  # bytes of an unpacked index and value
-SORTING_BYTES = 41  # bytes per selected element while it is sorted and summed, itself included
-PART_BYTES = 39  # bytes per element while the largest elements of each parameter are selected
+PEAK = 12  # bytes per element of a run in an exchange
+PART_BYTES = 41  # bytes per element while the largest elements of each parameter are selected
 # Elements of a run: 16 runs of a large model, a few layers in each, so few launches
 LEAST_RUN = 60_000_000
 Density = Annotated[float, Field(gt=0, le=1)]
@@ -142,11 +141,6 @@ class SparseSync(SyncSettings):
             self.start_density * (self.density / self.start_density) ** (since / self.warmup)
         )
 
-    @property
-    def busiest(self) -> Self:
-        """Return the settings of the step that sends most, the steps before ``start`` excepted."""
-        return self.model_copy(update={"density": max(self.density, self.density_at(self.start))})
-
     def volume(self, plan: Plan, widths: Sequence[int], itemsize: int) -> list[Move]:
         """Return an FP32 reduction inside the node if needed, the mode's buffers, and an FP32
         gather in the node.
@@ -177,54 +171,26 @@ class SparseSync(SyncSettings):
     def scratch(
         self, plan: Plan, columns: int, run: Sequence[int], itemsize: int
     ) -> tuple[int, int]:
-        """Return the bytes of the largest moment; see Note [At the peak].
-
-        The FP32 reduction inside the node, or a dense reduction before ``start``, counts if it
-        needs more.
-        """
+        """Return upper bounds of the scratch bytes; see Note [At the peak]."""
         inner = sync_pairs(plan)[0]
         peers = sync_peers(plan)
-        width = sum(run)
         if peers == 1:
             return 0, 0
-        mode = self.busiest
-        table = FP32 * peers * width
-        rows = (peers if replicated(plan) else 0 if mode.settles_own_row else 1) * itemsize
-        rounds = ITEMSIZES[self.value_dtype] % FP32 if self.start else 0
-        errors = FP32 if rounds and replicated(plan) else 0  # of the sums of a first step
-        kept, peak, settling = mode.run_bytes(width, plan, rows * width)
-        later, _, _ = mode.run_bytes(columns - width, plan, 0)
-        own, others = (
-            rows * n + max(errors * n, stored)
-            for n, stored in ((width, kept), (columns - width, later))
-        )
-        within = 2 * table * (inner[1] // inner[0]) if inner is not None else 0
-        dense = self.dense_bytes(width, plan, rows * width) if self.start else 0
-        made = max(table + within, dense, peak)
-        settled = own + table + max(rounds * peers * width, settling)
-        return round(others + max(made, settled)), round(own + others)
+        width = sum(run)
+        rows = peers if replicated(plan) else 1
+        kept = rows * itemsize + FP32 + SELECTION_BYTES * self.kept_share(peers) * peers
+        made = max(self.selecting(peers), PEAK + FP32 * replicated(plan))
+        if inner is not None:
+            made += 2 * FP32 * (inner[1] // inner[0])
+        return round(kept * (columns - width) + made * peers * width), round(kept * columns)
 
-    @abstractmethod
-    def run_bytes(self, columns: int, plan: Plan, overwritten: int) -> tuple[float, float, float]:
-        """Return the bytes of a run, or of several as if they were one: kept, at the peak of the
-        exchange, settling.
+    def selecting(self, peers: int) -> float:
+        """Return the bytes per element while the largest of each parameter are selected."""
+        return PART_BYTES if self.select == "parameter" else 0.0
 
-        1. What is kept until the step is decided, overwritten gradients excluded.
-        2. The peak of the exchange: gradient plus residual, the scratch, and all that is kept.
-        3. The scratch of subtracting what was sent, once the step is decided.
-
-        Args:
-            columns: ``m``, elements of a row of the run.
-            plan: says how many peers there are, and whether they need more than one row.
-            overwritten: bytes of the gradients that the sums overwrite.
-        """
-
-    @property
-    def settles_own_row(self) -> bool:
-        """Return whether runs keep the new residual of the own row, in place of its overwritten
-        gradients.
-        """
-        return False
+    def kept_share(self, peers: int) -> float:
+        """Return the largest share of the elements that a rank keeps until a step is decided."""
+        return max(self.density, self.start_density if self.warmup else 0.0)
 
     @abstractmethod
     def peer_bytes(self, widths: Sequence[int], plan: Plan) -> float:
@@ -234,21 +200,3 @@ class SparseSync(SyncSettings):
             widths: columns of each parameter.
             plan: gives the number of peers, and whether they need more than one row.
         """
-
-    def dense_bytes(self, columns: int, plan: Plan, overwritten: int, kept: float = 1.0) -> float:
-        """Return the peak bytes of an exchange of all elements of a run, or of the share ``kept``.
-
-        They are the values, as sent and as received, FP32 rows to add up, and the sums of one row
-        or of all.
-        """
-        peers = sync_peers(plan)
-        itemsize = ITEMSIZES[self.value_dtype]
-        row = FP32 * columns * kept
-        n = peers * columns * kept
-        back = 0.0
-        sums = float(FP32 * columns)
-        if replicated(plan):
-            rounding = (FP32 * n + row + itemsize * columns * kept) if itemsize < FP32 else 0
-            back = 2 * itemsize * n + row + rounding
-            sums = peers * sums + (row if itemsize < FP32 else 0)
-        return max(2 * FP32 * n, back, itemsize * n + sums + overwritten)

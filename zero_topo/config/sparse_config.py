@@ -20,10 +20,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, StrictBool
 
 from zero_topo.config.sparse_base import (
-    PART_BYTES,
     SELECT,
-    SELECTION_BYTES,
-    SORTING_BYTES,
     Density,
     SparseSync,
     index_bytes,
@@ -47,22 +44,13 @@ TERNARY_BLOCK = 4096
 class MaskedSync(SparseSync):
     """What modes have in common that send the elements of a mask, without indices."""
 
-    def run_bytes(self, columns: int, plan: Plan, overwritten: int) -> tuple[float, float, float]:
-        """Keep the rounding errors of the own sums, if they are sent back; exchange all elements or
-        those of a mask.
+    def kept_share(self, peers: int) -> float:
+        """Return 0: the mask selects them again."""
+        return 0.0
 
-        At the end the rounding errors of all elements, or of those under the mask, are computed.
-        """
-        peers = sync_peers(plan)
-        rounded = ITEMSIZES[self.value_dtype] % FP32
-        n = peers * columns
-        rows = 1 if replicated(plan) else 1 / peers
-        masked = self.density * n
-        sent = FP32 * n + 2 * FP32 * masked + max(n, (FP32 + rounded) * masked)
-        received = 8 * masked * rows + self.dense_bytes(columns, plan, overwritten, self.density)
-        errors = FP32 * columns if rounded and replicated(plan) else 0
-        settling = max(rounded * n, n + 8 * masked, (12 + rounded) * masked)
-        return errors, max(self.dense_bytes(columns, plan, overwritten), sent, received), settling
+    def selecting(self, peers: int) -> float:
+        """Return the bytes of the own row, and of the run as it is read."""
+        return FP32 + super().selecting(peers) / peers
 
 
 class OkTopkSync(SparseSync):
@@ -119,26 +107,6 @@ class OkTopkSync(SparseSync):
         indexed = row if self.sharded or not self.whole else peers * row
         record = index_bytes(indexed) + ITEMSIZES[self.value_dtype]
         return (part if self.sharded else 2 * part) * record
-
-    @property
-    def settles_own_row(self) -> bool:
-        """Return whether the owner keeps the sums that it does not choose."""
-        return self.sharded
-
-    def run_bytes(self, columns: int, plan: Plan, overwritten: int) -> tuple[float, float, float]:
-        """Keep the selected elements, and the sums of the own row that are not chosen.
-
-        At the peak sum, or store a row with magnitudes to select from or with all chosen sums.
-        """
-        n = sync_peers(plan) * columns
-        row = 4 * columns
-        selections = SELECTION_BYTES * self.density * n
-        summing = SORTING_BYTES * self.density * n + (4 * n if self.whole else 0)
-        return (
-            selections + (row if self.sharded else 0),
-            selections + row + max(8 * n, summing),
-            FP32 * self.density * n,
-        )
 
 
 class RadiusSync(MaskedSync):
@@ -258,15 +226,6 @@ class ScapeSync(MaskedSync):
         rows = plan.world_size // plan.gradients
         return residual + FP32 * columns, 2 * (rows + 1) * -(-columns // 8)
 
-    def run_bytes(self, columns: int, plan: Plan, overwritten: int) -> tuple[float, float, float]:
-        """Keep also the own row of the next mask, which is selected at the peak, or later its
-        momentum.
-        """
-        errors, exchange, settling = super().run_bytes(columns, plan, overwritten)
-        selecting = (PART_BYTES if self.select == "parameter" else 2 * FP32) * columns
-        made = max(FP32 * sync_peers(plan) * columns + selecting, columns + exchange)
-        return columns + errors, made, max((FP32 + 1) * columns, settling)
-
 
 class TernarySync(SparseSync):
     """Send the largest elements of every block, each as a sign, and one scale for the block.
@@ -287,11 +246,6 @@ class TernarySync(SparseSync):
     def selections(self) -> int:
         """Return the number of selected elements of each block."""
         return share(self.density, TERNARY_BLOCK)
-
-    @property
-    def settles_own_row(self) -> bool:
-        """Return True: the owner keeps the rest of its sums."""
-        return True
 
     @property
     def low_bits(self) -> int:
@@ -322,28 +276,3 @@ class TernarySync(SparseSync):
         ways = 2 if replicated(plan) else 1
         row = -(-blocks * self.block_bits // 8) + blocks * ITEMSIZES[self.value_dtype]
         return ways * (sync_peers(plan) - 1) * row
-
-    def run_bytes(self, columns: int, plan: Plan, overwritten: int) -> tuple[float, float, float]:
-        """Keep the packets sent and the residual of the own row.
-
-        At the peak encode the padded blocks, or decode what is received and deliver the sums. At
-        the end the packets of all other peers are unpacked to values with their indices.
-        """
-        peers = sync_peers(plan)
-        blocks = -(-columns // TERNARY_BLOCK)
-        others = sync_peers(plan) - 1
-        kept = blocks * (peers * self.block_bits / 8 + FP32 * TERNARY_BLOCK)
-        settling = (
-            others
-            * blocks
-            * (1.125 * self.block_bits + self.selections * (16 + max(24, 5 * self.low_bits)))
-        )
-        encoding = others * blocks * (self.selections * (26 + 4 * self.low_bits) + self.block_bits)
-        row = FP32 * TERNARY_BLOCK + (8 + FP32) * self.selections  # of the sums, with their indices
-        sums = (row * peers * blocks if replicated(plan) else 0) + overwritten
-        padded = FP32 * peers * TERNARY_BLOCK * blocks
-        return (
-            kept,
-            max(FP32 * peers * columns + padded + encoding, kept + max(settling, sums)),
-            settling,
-        )

@@ -28,13 +28,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, field_validator
 from pydantic.json_schema import SkipJsonSchema
 
-from zero_topo.config.sparse_base import (
-    PART_BYTES,
-    SELECTION_BYTES,
-    SORTING_BYTES,
-    SparseSync,
-    replicated,
-)
+from zero_topo.config.sparse_base import SparseSync, replicated
 from zero_topo.config.sync_config import FP32, ITEMSIZES, Dtype, sync_peers
 from zero_topo.plan import Plan
 
@@ -113,13 +107,9 @@ class TagcSync(SparseSync):
         """
         return self.model_copy(update={"density": 1 - self.zeros(peers)})
 
-    @property
-    def busiest(self) -> Self:
-        """Return the settings of the step that sends most, the steps before ``start`` excepted."""
-        if not self.warmup:
-            return self
-        theta = PAPER_ZEROS[self.ratio] if self.theta is None else self.theta
-        return self.model_copy(update={"theta": min(theta, 1 - self.start_density)})
+    def kept_share(self, peers: int) -> float:
+        """Return the share that a rank selects, in a warm-up at its begin."""
+        return max(1 - self.zeros(peers), self.start_density if self.warmup else 0.0)
 
     def safe_ratio(self, union: float, width: int) -> int | None:
         """Return the largest known ratio, up to the configured one, to which a row's values can be
@@ -161,32 +151,6 @@ class TagcSync(SparseSync):
             values = self.sketch_rows(width, ratio) * BLOCK * FP32
         back = mask + round(self._union(peers) * width) * FP32 if replicated(plan) else 0
         return (peers - 1) * (mask + values + back)
-
-    def run_bytes(self, columns: int, plan: Plan, overwritten: int) -> tuple[float, float, float]:
-        """Keep the selected elements.
-
-        At the peak select, store masks with sketches or summed values, or receive all rows, if they
-        are needed.
-        """
-        peers = sync_peers(plan)
-        n = peers * columns
-        selections = (1 - self.zeros(peers)) * peers * columns
-        union = self._union(peers)
-        ratio = self.safe_ratio(union, columns)
-        everywhere = 0.0
-        if ratio is None:
-            reducing = n + SORTING_BYTES * selections
-        else:
-            sketches = peers * self.sketch_rows(columns, ratio) * BLOCK * FP32
-            reducing = max(10 * columns, sketches + max(4 * n, sketches))
-        if replicated(plan):
-            everywhere = 4 * columns + 5 * n + 12 * union * n + 4 * union * n / peers
-        masks = n + (n + columns) // 8 + columns
-        selecting = (PART_BYTES - 4) * n if self.select == "parameter" else 0  # the value is there
-        made = max(
-            selecting, SELECTION_BYTES * selections + max(4 * n, masks + max(reducing, everywhere))
-        )
-        return SELECTION_BYTES * selections, 4 * n + made, FP32 * selections
 
     def _union(self, peers: int) -> float:
         """Return the share of elements that at least one of ``peers`` ranks selects, if they select
