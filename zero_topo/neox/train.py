@@ -6,10 +6,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-from zero_topo.launch.env import launcher_of, rank_environment
+from zero_topo.launch.env import rank_environment
 from zero_topo.neox import adapt
 from zero_topo.neox.check import require
 from zero_topo.neox.config import config_path
@@ -49,8 +50,9 @@ def start(configs: Sequence[str], forced: Mapping[str, Any]) -> None:
         forced: NeoX's keys in place of those of the files.
     """
     # A bare srun or mpirun sets no variable that torch.distributed reads.
-    if "RANK" not in os.environ and launcher_of(os.environ) is not None:
-        os.environ.update(rank_environment(os.environ))
+    if "RANK" not in os.environ:
+        with suppress(ValueError):
+            os.environ.update(rank_environment(os.environ))
     keys = dict(forced)
     if "WORLD_SIZE" in os.environ:
         keys["global_num_gpus"] = int(os.environ["WORLD_SIZE"])
