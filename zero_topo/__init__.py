@@ -25,7 +25,6 @@ _LAZY = {
     "Plan": ("zero_topo.plan", "Plan"),
     "Topology": ("zero_topo.topology", "Topology"),
     "enable": ("zero_topo.hook.install", "enable"),
-    "estimate": ("zero_topo.cost.rule", "estimate"),
     "initialize": ("zero_topo.hook.install", "initialize"),
     "leave": ("zero_topo.leaving", "leave"),
     "report": ("zero_topo.hook.stats", "report"),

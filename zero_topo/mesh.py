@@ -21,8 +21,7 @@ Note [One call makes all groups]
 from __future__ import annotations
 
 import importlib
-import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -39,13 +38,7 @@ from zero_topo.collectives.transport import Hierarchy as Hierarchy
 from zero_topo.plan import Plan
 from zero_topo.topology.groups import Groups
 from zero_topo.topology.model import Topology
-from zero_topo.units import MIB, format_bytes
 from zero_topo.versions import torch_has
-
-NCCL_BUFFER = 4 * MIB
-"""Bytes that NCCL allocates by default for each channel to each neighbour of a communicator: its
-NCCL_BUFFSIZE (docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html).
-"""
 
 
 class Mesh:
@@ -176,27 +169,6 @@ class Mesh:
         self.calls += len(groups) if self._splitter is None else 1
         self._created.append(own)
         return own
-
-    def words(self, env: Mapping[str, str] = os.environ) -> str:
-        """Return a log line with this rank's process groups and the memory of NCCL's buffers for
-        them; may be empty.
-
-        Args:
-            env: the environment from which NCCL reads its buffer size.
-        """
-        sizes = [group.size() for group in self._created]
-        if not sizes:
-            return ""
-        set_by_user = env.get("NCCL_BUFFSIZE", "")
-        buffer = int(set_by_user) if set_by_user.isdecimal() else NCCL_BUFFER
-        # A rank has two neighbours in a ring
-        stored = buffer * sum(min(2, size - 1) for size in sizes)
-        return (
-            f"process groups of this rank: the world's and {len(sizes)} of {sizes} ranks, created "
-            f"in {self.calls} "
-            f"collective calls; with NCCL their buffers take {format_bytes(stored)} per channel "
-            f"(NCCL_BUFFSIZE = {format_bytes(buffer)} per neighbour)"
-        )
 
     def destroy(self) -> None:
         """Destroy the groups this mesh created; every rank must call it, at one point of the

@@ -14,7 +14,6 @@ TB = 1000 * GB
 PB = 1000 * TB
 
 KIB = 1024
-MIB = 1024 * KIB
 
 _DECIMAL = (("KB", KB), ("MB", MB), ("GB", GB), ("TB", TB), ("PB", PB))
 

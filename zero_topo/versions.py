@@ -58,11 +58,6 @@ Before, groups are made by ``new_group``: as right, and slower on thousands of G
 differences are in the seam, which alone names its privates.
 """
 
-CLIPPING_SINCE = "0.19.3"
-"""The first release of DeepSpeed that clips gradients to a norm of 1.0 if the config has no
-``gradient_clipping``.
-"""
-
 
 def release(version: str) -> tuple[int, ...]:
     """Return a version's numbers: ``"2.13.0a0+cu130"`` gives (2, 13, 0)."""
@@ -73,13 +68,6 @@ def release(version: str) -> tuple[int, ...]:
 def torch_has(name: str, version: str) -> bool:
     """Return whether a release of torch has a feature that :data:`TORCH_SINCE` lists."""
     return release(version) >= release(TORCH_SINCE[name])
-
-
-def default_clipping(version: str) -> float:
-    """Return the norm to which a release of DeepSpeed clips without ``gradient_clipping``; 0 is no
-    clipping.
-    """
-    return 1.0 if release(version) >= release(CLIPPING_SINCE) else 0.0
 
 
 def installed(package: str) -> str | None:

@@ -105,7 +105,7 @@ def test_a_run_says_what_was_chosen_for_it(runs: tuple[Path, Launch, Launch]) ->
     """
     _, topo, stock = runs
     said = [line for line in topo.log(0).splitlines() if "[INFO] zero_topo: " in line]
-    for choice in ("kernels on cpu: ", "process groups of this rank: "):
+    for choice in ("kernels on cpu: ", "machine: "):
         assert len([line for line in said if choice in line]) == 1, topo.tails()
     assert "zero_topo: " not in stock.log(0)
 

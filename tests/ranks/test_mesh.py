@@ -84,12 +84,6 @@ def test_all_groups_of_a_group_are_one_split_of_the_world() -> None:
         assert mesh.calls == len(world.splits) == len(travelled) == 4
         for ranks, (pair, group) in zip(world.splits, travelled.items(), strict=True):
             assert ranks == dist.get_process_group_ranks(group) == sorted(plan.group(rank, *pair))
-        assert not Mesh(
-            Plan.build(machine, ("rank", "rank", "world", "world")), machine, Meter(), []
-        ).words({})
-        assert "the world's and 4 of " in mesh.words(
-            {}
-        ) and "created in 4 collective calls" in mesh.words({})
 
 
 @pytest.mark.parametrize(("unequal", "version"), [(True, torch.__version__), (False, "2.12.1")])
@@ -136,13 +130,3 @@ def test_groups_wait_as_long_as_the_world(bound: bool, monkeypatch: pytest.Monke
     with bound_world(8, 3):
         calls = Mesh(plan, machine, Meter(), plan.pairs()).calls
     assert given == [wanted] * calls and calls > 1
-
-
-def test_what_communicators_hold_is_read_from_nccls_own_setting() -> None:
-    """Two neighbours of a ring, one in a pair; 4 MiB each by default."""
-    machine = emulated(2, 2, 2)
-    with fake_world(8):
-        mesh = Mesh(Plan(8, 2, None, 4, 8), machine, Meter(), [(1, 2), (1, 4)])
-        assert "the world's and 2 of [2, 4] ranks, created in 6 collective calls" in mesh.words({})
-        assert "take 12.58 MB per channel (NCCL_BUFFSIZE = 4.19 MB" in mesh.words({})
-        assert "take 3.00 KB per channel" in mesh.words({"NCCL_BUFFSIZE": "1000"})

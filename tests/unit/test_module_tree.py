@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-import zero_topo
 from tests.plans import GPT2
 from zero_topo.cost.job import Job
 from zero_topo.cost.model_files import MODELS, ModuleTree, build, load_model, read_modules
@@ -105,12 +104,3 @@ def test_a_live_module_is_read() -> None:
     assert (found.layers, found.hidden, found.vocab, found.heads) == (3, 64, 100, 1)
     assert [part.count for part in found.parts] == [1, 3, 1]
     assert found.module_flops(1)[-1] == 2 * (64 * 100 + 64 * 64 * 3)
-
-
-def test_a_live_module_is_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
-    """As DeepSpeed's estimators take it; the plan is the default's."""
-    plan = zero_topo.estimate(Live(), "dgx-h100", 16, sequence=128, micro_batches=2).plan
-    out = capsys.readouterr().out
-    assert out.startswith("Live: ") and "3 layers of width 64" in out and "- needs " in out
-    assert (plan.weights, plan.gradients, plan.optimizer) == (1, 1, 16)
-    assert "1 x 128 tokens a micro-batch" in out

@@ -14,11 +14,11 @@ import pytest
 from tests.steps import shape
 from zero_topo.topology import load_preset, preset_names
 from zero_topo.topology.presets import Machine, emulated_from_json, load_machine, machine_of_cluster
-from zero_topo.units import GB, MIB
+from zero_topo.units import GB
 
 GCD = 68_702_699_520
 """Bytes that a device of an MI250X reports."""
-GH200 = 97_871 * MIB
+GH200 = 97_871 * 1024**2
 
 
 @pytest.mark.parametrize(
@@ -26,8 +26,8 @@ GH200 = 97_871 * MIB
     [
         ("frontier", 4, 2, GCD, {"gpu": 200 * GB, "node": 50 * GB, "world": 12.5 * GB}),
         ("lumi-g", 4, 2, GCD, {"gpu": 200 * GB, "node": 50 * GB, "world": 12.5 * GB}),
-        ("dgx-a100", 8, 1, 81049 * MIB, {"node": 300 * GB, "world": 25 * GB}),
-        ("dgx-h100", 8, 1, 81559 * MIB, {"node": 450 * GB, "world": 50 * GB}),
+        ("dgx-a100", 8, 1, 81049 * 1024**2, {"node": 300 * GB, "world": 25 * GB}),
+        ("dgx-h100", 8, 1, 81559 * 1024**2, {"node": 450 * GB, "world": 50 * GB}),
         ("gb200-nvl72", 72, 1, 186 * GB, {"node": 900 * GB, "world": 50 * GB}),
         ("perlmutter", 4, 1, 42_298_834_944, {"node": 300 * GB, "world": 25 * GB}),
         ("aurora", 6, 2, 64 * GB, {"gpu": 197 * GB, "node": 15 * GB, "world": 16.6e9}),

@@ -24,7 +24,7 @@ from zero_topo.config import (
     load_deepspeed_config,
     resolve_config,
 )
-from zero_topo.config.deepspeed_json import muon_clipping, with_environment_block
+from zero_topo.config.deepspeed_json import with_environment_block
 from zero_topo.config.deepspeed_parts import lookup
 from zero_topo.config.stock_keys import translate
 from zero_topo.cost.bounds import Cost, cost_of
@@ -34,7 +34,7 @@ from zero_topo.doctor.refusals import deepspeed_refusals, unasked
 from zero_topo.observe.tables import table_text
 from zero_topo.topology import Topology, preset_names
 from zero_topo.topology.render import render_tree
-from zero_topo.versions import SUPPORTED, default_clipping, installed, installed_refusals
+from zero_topo.versions import installed_refusals
 
 
 def check(
@@ -60,9 +60,8 @@ def check(
         if block is None:
             raise ValueError('has no "zero_topo" block; add one, such as "zero_topo": {}')
         found, notes = _machine(block, loaded, machine, nodes, ranks)
-    clipping = default_clipping(installed("deepspeed") or SUPPORTED["deepspeed"].pinned)
     translated = translate(loaded, optimizer=True)
-    notes += [*translated.lines, *muon_clipping(loaded, clipping)]
+    notes += [*translated.lines]
     notes += deepspeed_hints(loaded)
     tree = tree_of(found, tensor_of(loaded))
     resolved = None

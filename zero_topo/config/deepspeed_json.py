@@ -274,26 +274,6 @@ def deepspeed_hints(ds_config: Mapping[str, Any]) -> list[str]:
     return hints if ROOT in ds_config else []
 
 
-def muon_clipping(ds_config: Mapping[str, Any], default: float) -> list[str]:
-    """Return a line if DeepSpeed clips the norm of Muon's updates.
-
-    Args:
-        ds_config: the DeepSpeed config.
-        default: the norm to which the installed DeepSpeed clips without ``gradient_clipping``.
-    """
-    given = lookup(ds_config, "gradient_clipping")
-    norm = default if given is ABSENT else given
-    if str(lookup(ds_config, "optimizer.type")).lower() != "muon" or not norm:
-        return []
-    whose = ", DeepSpeed's default" if given is ABSENT else ""
-    return [
-        f"gradient_clipping = {as_json(norm)}{whose}: DeepSpeed clips the norm of Muon's updates, "
-        "which depends only "
-        "on the sizes of the matrices, so it lowers the learning rate in every step; set "
-        '"gradient_clipping": 0'
-    ]
-
-
 def _misplaced(ds_config: Mapping[str, Any]) -> str | None:
     if lookup(ds_config, f"{ZERO}.{ROOT}") is ABSENT:
         return None

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-from zero_topo.cost.memory import memory_bytes, padding_bytes
+from zero_topo.cost.memory import memory_bytes
 from zero_topo.cost.volume import Workload, by_domain, step_bytes
 
 __all__ = [
     "Workload",
     "by_domain",
     "memory_bytes",
-    "padding_bytes",
     "step_bytes",
 ]

@@ -38,11 +38,10 @@ Note [Messages]
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from fractions import Fraction
+from collections.abc import Sequence
 from functools import partial
 
-from zero_topo.config import ROLES, ResolvedConfig
+from zero_topo.config import ResolvedConfig
 from zero_topo.config.sync_config import FP32, ITEMSIZES, rows_message
 from zero_topo.cost.job import Job
 from zero_topo.cost.volume import Workload, gather_spec, largest_change_bytes, message_bytes
@@ -90,37 +89,6 @@ def memory_bytes(
         sizes["frozen"] = _weights_bytes(own, work.frozen) + _secondary_bytes(own, work.frozen)
     residual = config.sync.memory(plan, columns, work.loss_scaled)[0]
     return {**sizes, "residual": residual} if residual else sizes
-
-
-def padding_bytes(
-    config: ResolvedConfig,
-    work: Workload,
-    accumulation_itemsize: int,
-    optimizer_bytes: int = ADAM_BYTES,
-) -> dict[str, int]:
-    """Return the part of :func:`memory_bytes` beyond an even split of the true parameters, rounded
-    up.
-
-    World shards are padded to ``ceil(m / N)`` elements. INT8 weights and a quantized secondary add
-    scales and alignment.
-    """
-    sizes = memory_bytes(config, work, accumulation_itemsize, optimizer_bytes)
-    plan = config.plan
-    true = sum(work.numels)
-    coded = sum(m for m, kept in zip(work.numels, work.coded(config), strict=True) if kept)
-    own = 0 if config.resident_spec is None else Fraction(true * work.itemsize, plan.optimizer)
-    copied = (
-        work.itemsize if config.secondary_spec is None else Fraction(config.secondary_spec.bits, 8)
-    )
-    even: Mapping[str, Fraction] = {
-        "weights": own + Fraction((true - coded) * work.itemsize + coded, plan.weights),
-        "secondary": true * copied / Fraction(plan.secondary or 1),
-        "gradients": Fraction(true * accumulation_itemsize, plan.gradients),
-        "optimizer": Fraction(
-            true * optimizer_bytes - sum(work.of_muon()) * VARIANCE_BYTES, plan.optimizer
-        ),
-    }
-    return {role: sizes[role] - int(even[role]) if sizes[role] else 0 for role in ROLES}
 
 
 def _weights_bytes(config: ResolvedConfig, work: Workload) -> int:

@@ -10,19 +10,18 @@ make the same choice.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from operator import attrgetter
-from typing import Any
 
 from zero_topo.config import AUTO, ResolvedConfig, ZeroTopoConfig, is_automatic, resolve_config
 from zero_topo.config.parts import ROOT
-from zero_topo.cost.job import Job, job_of_module
+from zero_topo.cost.job import Job
 from zero_topo.cost.memory import predict_memory
 from zero_topo.cost.tensor import aligned_sizes
 from zero_topo.plan import Degree
-from zero_topo.topology import Topology, resolve_topology
+from zero_topo.topology import Topology
 from zero_topo.topology.model import DOMAINS, MOST_RANKS
 from zero_topo.topology.presets import load_machine, preset_names
 from zero_topo.units import format_bytes, format_count
@@ -288,37 +287,3 @@ def _enough_nodes(block: ZeroTopoConfig, topology: Topology, job: Job) -> int | 
         if fits(leanest, job):
             return nodes
     return None
-
-
-def estimate(
-    model: Any,
-    machine: str | Mapping[str, Any] = "auto",
-    ranks: int | None = None,
-    *,
-    sequence: int | None = None,
-    micro_batch: int = 1,
-    micro_batches: int = 1,
-) -> ResolvedConfig:
-    """Print the default plan of a model in 16 bits, with its memory, and return it.
-
-    Args:
-        model: a ``torch.nn.Module`` on any device, also "meta". Parameters that require no gradient
-            count as frozen.
-        machine: the machine, as the config key ``topology`` takes it.
-        ranks: ranks of the job; None takes one node of a preset, or all of a description.
-        sequence: tokens of a sequence; None takes the limit of the model's config, at most 4096;
-            without one, 2048.
-        micro_batch: sequences per rank and micro-batch.
-        micro_batches: micro-batches per optimizer step.
-
-    Raises:
-        ValueError: if the machine or the ranks are wrong, or no plan fits.
-    """
-    topology = resolve_topology(machine, ranks)
-    job = job_of_module(model, sequence, micro_batch=micro_batch, micro_batches=micro_batches)
-    config = plan_for(ZeroTopoConfig(), topology, job)
-    tree = job.model
-    print(f"{tree.name}: {tree.params:,} parameters in {tree.layers} layers of width {tree.hidden}")
-    for line in (*config.notes, f"needs {_needs(config, job)}"):
-        print(f"- {line}")
-    return config

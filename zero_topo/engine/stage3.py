@@ -220,7 +220,7 @@ class Stage3:
                 f"stored as INT8: {sum(coded)} of {len(coded)} parameters, {stored} of "
                 f"{sum(numels)} elements"
             )
-        return [int8, self.mesh.words() or None, self.gradients.mode.note()]
+        return [int8, self.gradients.mode.note()]
 
     def restart(self, masters: Tensor | None = None) -> None:
         """Rebuild all shards from each rank's own world shard, at start-up and after a load.

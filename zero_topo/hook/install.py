@@ -31,7 +31,6 @@ from torch import Tensor
 from torch.utils.file_baton import FileBaton
 
 from zero_topo.config import deepspeed_hints
-from zero_topo.config.deepspeed_json import muon_clipping
 from zero_topo.hook.inference import TopoInference, follows_plan
 from zero_topo.hook.initialize import checked_first
 from zero_topo.hook.loading import loading_together
@@ -45,7 +44,7 @@ from zero_topo.leaving import unlink_shared_memory
 from zero_topo.observe.log import LOGGER, log_notes, one_line, refusals, show_log
 from zero_topo.strict import cut
 from zero_topo.sync import OPTIMIZERS
-from zero_topo.versions import default_clipping, untried
+from zero_topo.versions import untried
 
 LOCK_S = 30.0
 """Seconds of waiting for a lock after which a line names it."""
@@ -192,9 +191,6 @@ def _choosing_class(configure: Callable[..., Any], engine: Any, optimizer: Any) 
                 *resolved.notes,
                 *([] if on_cpu else deepspeed_hints(engine._config._param_dict)),
             ],
-        )
-        log_notes(
-            rank, muon_clipping(engine._config._param_dict, default_clipping(deepspeed.__version__))
         )
         kind = partial(TopoStage3, configs=configs)
         with replaced(ds_stage3, "DeepSpeedZeroOptimizer_Stage3", kind):

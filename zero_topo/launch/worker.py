@@ -18,7 +18,7 @@ def main(words: Sequence[str]) -> str:
     """Run the command after ``--`` in place of this process; returns an error only if that is not
     possible.
     """
-    command = words[1:] if words[:1] == ["--"] else words
+    command = list(words[1:] if words[:1] == ["--"] else words)
     if not command:
         return "no command; usage: python -m zero_topo.launch.worker -- python train.py ..."
     try:

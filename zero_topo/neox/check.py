@@ -16,7 +16,6 @@ from zero_topo.cli import main
 from zero_topo.config.parts import ROOT
 from zero_topo.neox.config import EXTRA, config_path, deepspeed_config, load_configs, part
 from zero_topo.strict import as_json
-from zero_topo.versions import default_clipping, installed
 
 ADAMS_OF_NEOX = ("cpu_adam", "cpu_torch_adam")
 
@@ -81,24 +80,10 @@ def problems(merged: Mapping[str, Any]) -> Iterator[str]:
         value = merged.get(key, least)
         if not isinstance(value, int) or value > least:
             yield f"{key} = {as_json(value)}: NeoX has no ZeRO-3 with it; set it to {least}"
-    yield from _clipping(merged)
     optimizer = part(merged, "optimizer")
     offload = part(part(merged, "zero_optimization"), "offload_optimizer")
     if str(optimizer.get("type")).lower() == "adam" and offload.get("device") == "cpu":
         yield (
             f"optimizer.type = {as_json(optimizer['type'])} with offload_optimizer: NeoX would "
             'step on the GPU; set it to "cpu_adam"'
-        )
-
-
-def _clipping(merged: Mapping[str, Any]) -> Iterator[str]:
-    dropped = merged.get("gradient_clipping", 1.0) == 1.0 and "gradient_clipping" not in part(
-        merged, EXTRA
-    )
-    version = installed("deepspeed")
-    if dropped and version is not None and default_clipping(version) != 1.0:
-        yield (
-            "gradient_clipping = 1.0: NeoX drops it, being its own default, and DeepSpeed "
-            f"{version} would not clip; "
-            f'repeat it as "{EXTRA}": {{"gradient_clipping": 1.0}}, or 0 there for no clipping'
         )

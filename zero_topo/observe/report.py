@@ -19,7 +19,7 @@ from statistics import median_high
 from typing import Any
 
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
-from zero_topo.cost import Workload, memory_bytes, padding_bytes, step_bytes
+from zero_topo.cost import Workload, memory_bytes, step_bytes
 from zero_topo.observe.page import write_page
 from zero_topo.observe.runlog import FORMAT, METRICS, REPORT, Key, read_metrics
 from zero_topo.observe.tables import measured_text
@@ -226,16 +226,12 @@ def _memory_rows(
     zero3: Sequence[tuple[ResolvedConfig, Workload]],
     measured: Sequence[Mapping[str, int]],
 ) -> list[dict[str, Any]]:
-    """Return one row for each role, bytes per rank; the formula is for Adam and includes the
-    padding it lists.
-    """
+    """Return one row for each role, bytes per rank; the formula is for Adam."""
     itemsizes = stats.accumulation_itemsize, stats.optimizer_itemsize
     formula: Counter[str] = Counter()
-    padding: Counter[str] = Counter()
     stock: Counter[str] = Counter()
     for part, stock_part in zip(stats.parts, zero3, strict=True):
         formula.update(memory_bytes(*part, *itemsizes))
-        padding.update(padding_bytes(*part, *itemsizes))
         stock.update(memory_bytes(*stock_part, *itemsizes))
     rows = []
     for role in dict.fromkeys([*formula, *(role for rank in measured for role in rank)]):
@@ -243,7 +239,6 @@ def _memory_rows(
             "role": role,
             **_spread([rank.get(role, 0) for rank in measured]),
             "formula": formula.get(role),
-            "padding": padding.get(role),
             "zero3": stock.get(role),
         }
         rows.append(row)

@@ -145,9 +145,9 @@ def sent_table(measured: Mapping[str, Any]) -> Table:
 
 def memory_table(measured: Mapping[str, Any]) -> Table:
     """Bytes per role, with their sum; the measured column spans the ranks if they differ."""
-    keys = ("formula", "padding", "zero3")
+    keys = ("formula", "zero3")
     total = _summed(measured["memory"], ("min", "max", *keys))
-    rows = [("role", "measured", "formula", "of it padding", "ZeRO-3")]
+    rows = [("role", "measured", "formula", "ZeRO-3")]
     for row in (*measured["memory"], {"role": "all", **total}):
         figures = [bytes_or_dash(row[key]) for key in keys]
         rows.append((row["role"], _range(row), *figures))
