@@ -64,7 +64,7 @@ def test_the_table_has_every_key_of_every_supported_release() -> None:
 def test_a_key_is_refused_ignored_or_left_as_it_is_as_the_table_says(key: str) -> None:
     """By a problem, by a line in the log, or by neither, with the value of the table."""
     stated = STATED[key]
-    refused = re.search(r"refused if (\w+)(, by DeepSpeed)?", stated)
+    refused = re.search(r"rejected if (\w+)(, by DeepSpeed)?", stated)
     ignored = re.search(r"ignored if (\w+)", stated)
     if refused and not refused[2]:
         assert deepspeed_problems(of(key, VALUES[refused[1]]))
