@@ -9,17 +9,19 @@ distributed over hosts and GPUs in any order.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from zero_topo.topology.model import Topology
-from zero_topo.topology.render import compress
+from zero_topo.topology.render import NODES_SHOWN, compress
 
 FOUND = "this job"
 """Name of a machine that the ranks found."""
 
 SOURCE = "hosts and devices of the ranks"
+LEAVE_OUT = 'or leave "topology" out: the ranks then find it'
 STATE = (
     'or state the machine: "topology" is a preset, a JSON file, or {"nodes": N, "gpus_per_node": '
     'G, "ranks_per_gpu": R}'
@@ -85,13 +87,13 @@ def placed(topology: Topology, placements: Sequence[Placement]) -> Topology:
         placements: placement of every rank, in rank order.
 
     Raises:
-        ValueError: if the ranks do not run on such a machine, naming two ranks and their host.
+        ValueError: if the ranks do not run on such a machine, naming their hosts.
     """
     if topology.emulated:
         return topology
     if topology.order is None:
         topology = _ordered(topology, _nodes(_hosts(placements), placements), placements)
-    check_placements(topology, placements)
+    _check(topology, placements)
     return topology
 
 
@@ -172,105 +174,44 @@ def _check_equal(
         )
 
 
-def check_placements(topology: Topology, placements: Sequence[Placement]) -> None:
+def _check(topology: Topology, placements: Sequence[Placement]) -> None:
     """Check that ranks share a host, and a GPU if it is known, exactly if they do in the topology.
 
-    Args:
-        topology: a machine that is not emulated.
-        placements: placement of every rank, in rank order.
-
-    Raises:
-        ValueError: raised by :func:`check_hosts`, or naming two ranks and their host.
+    Host names are not compared with ``topology.hosts``, because schedulers and hosts do not always
+    agree on names.
     """
-    names = Counter(
-        host for host, _ in {(placement.host, placement.machine) for placement in placements}
-    )
-    labels = [
-        placement.host
-        if names[placement.host] == 1
-        else f"{placement.host} ({placement.machine[:8]})"
-        for placement in placements
-    ]
-    check_hosts(topology, labels)
-    if topology.ranks_per_gpu == 1 or not all(placement.package for placement in placements):
-        return
-    for node in range(topology.nodes):
-        ranks = topology.node_ranks(node)
-        for first in range(0, len(ranks), topology.ranks_per_gpu):
-            one, *others = ranks[first : first + topology.ranks_per_gpu]
-            own = placements[one]
-            odd = next((rank for rank in others if placements[rank].package != own.package), None)
-            if odd is not None:
-                raise ValueError(
-                    f"topology {topology.name!r} puts ranks {one} and {odd} on one GPU, but on "
-                    f"host {own.host!r} they run on {own.package} and {placements[odd].package}, "
-                    "which are different GPUs; correct its ranks_per_gpu or its order, or leave "
-                    '"topology" out: the ranks then find it'
-                )
-
-
-def check_hosts(topology: Topology, hosts_by_rank: Sequence[str]) -> None:
-    """Check that two ranks share a host exactly if the topology puts them on one.
-
-    The names only have to distinguish hosts. They are not compared with ``topology.hosts``, because
-    schedulers and hosts do not always agree on names.
-
-    Args:
-        topology: a machine that is not emulated.
-        hosts_by_rank: the host name that each rank reports, ``[world_size]``, in rank order.
-
-    Raises:
-        ValueError: naming the odd host, and what to do.
-    """
-    if len(hosts_by_rank) != topology.world_size:
-        raise ValueError(
-            f"{len(hosts_by_rank)} ranks report a host but topology {topology.name!r} has "
-            f"{topology.world_size} ranks; start as many ranks as the topology has"
-        )
-    if topology.nodes > 1 and len(set(hosts_by_rank)) == 1:
-        raise ValueError(
-            f"all {topology.world_size} ranks run on host {hosts_by_rank[0]!r} but topology "
-            f"{topology.name!r} has "
-            f"{topology.nodes} nodes; start the ranks on {topology.nodes} hosts, or pretend them "
-            "with "
-            f'"topology": {{"emulated": {{"nodes": {topology.nodes}, "gpus_per_node": '
-            f"{topology.gpus_per_node}, "
-            f'"gcds_per_gpu": {topology.ranks_per_gpu}}}}}'
-        )
-    home: dict[str, Ranks] = {}
-    ranks = [topology.rank_at(position) for position in range(topology.world_size)]
-    per_host = topology.world_size // (topology.nodes * topology.hosts_per_node)
-    for first in range(0, len(ranks), per_host):
-        own = ranks[first : first + per_host]
-        host = _check_one_host(topology, own, hosts_by_rank)
-        if host in home:
-            nodes = [topology.coordinates(of[0])[0] for of in (home[host], own)]
-            raise ValueError(
-                f"host {host!r} runs the ranks {compress(home[host])} and {compress(own)}, which "
-                f"topology {topology.name!r} puts on nodes {nodes[0]} and {nodes[1]}; "
-                f"{_way_out(topology)}"
-            )
-        home[host] = own
-
-
-def _check_one_host(topology: Topology, ranks: Ranks, hosts_by_rank: Sequence[str]) -> str:
-    """Return the host of ranks that the topology puts on one.
-
-    Raises:
-        ValueError: if they are on several.
-    """
-    (host, _), *others = Counter(hosts_by_rank[rank] for rank in ranks).most_common()
-    if others:
-        odd = others[-1][0]
-        strays = [rank for rank in ranks if hosts_by_rank[rank] == odd]
-        node = topology.coordinates(ranks[0])[0]
-        raise ValueError(
-            f"topology {topology.name!r} puts ranks {compress(ranks)} on node {node}, but of these "
-            f"host {odd!r} runs {compress(strays)} and host {host!r} others; {_way_out(topology)}"
-        )
-    return host
-
-
-def _way_out(topology: Topology) -> str:
+    world = topology.world_size
+    name = topology.name
+    ranks = [topology.rank_at(position) for position in range(world)]
     per_host = topology.ranks_per_node // topology.hosts_per_node
-    return f'start {per_host} ranks on each host, or leave "topology" out: the ranks then find it'
+    stated = []
+    for first in range(0, world, per_host):
+        stated.append({placements[rank].machine for rank in ranks[first : first + per_host]})
+    hosts = _hosts(placements)
+    if len(hosts) != len(stated) or any(len(machines) > 1 for machines in stated):
+        found = []
+        for own in hosts[:NODES_SHOWN]:
+            found.append(f"host {placements[own[0]].host!r} runs ranks {compress(own)}")
+        way_out = LEAVE_OUT
+        if len(hosts) == 1:
+            nodes = {
+                "nodes": topology.nodes,
+                "gpus_per_node": topology.gpus_per_node,
+                "gcds_per_gpu": topology.ranks_per_gpu,
+            }
+            way_out = f'or pretend the nodes with "topology": {json.dumps({"emulated": nodes})}'
+        raise ValueError(
+            f"topology {name!r} has {len(stated)} hosts of {per_host} neighbouring ranks each, but "
+            f"{', '.join(found)}; start {per_host} ranks on each host, {way_out}"
+        )
+    if not all(placement.package for placement in placements):
+        return
+    for first in range(0, world, topology.ranks_per_gpu):
+        own = ranks[first : first + topology.ranks_per_gpu]
+        packages = sorted({placements[rank].package for rank in own})
+        if len(packages) > 1:
+            raise ValueError(
+                f"topology {name!r} puts ranks {compress(own)} on one GPU, but on host "
+                f"{placements[own[0]].host!r} they run on {' and '.join(packages)}; correct its "
+                f"ranks_per_gpu or its order, {LEAVE_OUT}"
+            )
