@@ -6,19 +6,15 @@ wait, in time.
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
 
-from tests.launching import ROOT
 from zero_topo.collectives.meter import Meter
 from zero_topo.observe import watch as watch_module
 from zero_topo.observe.watch import Position, Watch, main_thread_position, poll_s, standstill
@@ -40,7 +36,7 @@ def moving() -> Callable[[], Position]:
 
 @contextmanager
 def watches(
-    places: list[Callable[[], Position] | None], *limits: float
+    places: list[Callable[[], Position] | None],
 ) -> Iterator[tuple[list[Watch], list[list[str]]]]:
     """Ranks of one store, those with a place; and what each has said."""
     store = dist.HashStore()
@@ -49,9 +45,7 @@ def watches(
         if place is None:  # came to the start, and was stopped there
             dist.PrefixStore("zero_topo/watch 1", store).set(f"host {rank}", f"n{rank}")
     found = [
-        Watch(
-            store, (rank, len(places), f"n{rank}"), place, said[rank].append, *(limits or [SHORT_S])
-        )
+        Watch(store, (rank, len(places), f"n{rank}"), place, said[rank].append, SHORT_S)
         for rank, place in enumerate(places)
         if place is not None
     ]
@@ -80,61 +74,6 @@ def test_a_rank_that_does_not_answer_is_named_on_all_others() -> None:
         assert len(lines) == 1 and said[1] == said[3] == lines and said[2] == []
         assert "rank 2 of host n2 did not answer: ended, stopped, or cut off" in lines[0]
         assert "rank 0: " in lines[0] and "in backward of step 8, scatter" in lines[0]
-
-
-def test_an_error_that_may_come_from_another_rank_asks_at_once() -> None:
-    """Long before the run has stood still for long, every survivor says who is gone and how this
-    one ended.
-    """
-    with watches([waiting(0), None, waiting(1)], 60, 0.1) as (found, said):
-        error = RuntimeError("Connection closed\n by peer [10.0.0.7]")
-        error.add_note("zero_topo: in sync of step 3")
-        begin = time.monotonic()
-        # Returns when its neighbours have spoken: its launcher ends them as soon as it has ended
-        found[0].ended(error)
-        assert time.monotonic() - begin < IN_TIME_S and len(said[0]) == 1 and said[0] == said[2]
-        assert said[0][0].startswith("the run fails: rank 1 of host n1 did not answer")
-        assert (
-            "rank 0: ended by RuntimeError: Connection closed by peer [10.0.0.7], in sync of step 3"
-            in said[0][0]
-        )
-
-
-@pytest.mark.parametrize("destroyed", [False, True])
-def test_a_rank_that_ended_by_an_error_of_its_own_leaves_word(destroyed: bool) -> None:
-    """It exchanges nothing more; the others, which fail or hang because of it, report its error.
-
-    An engine that is destroyed while the error is handled, as by a `finally`, does not end in good
-    order either.
-    """
-    with watches([moving(), waiting(1), moving()], 60, 0.1) as (found, said):
-        try:
-            raise ValueError("a bad batch")
-        except ValueError as error:
-            found[1].close() if destroyed else found[1].ended(error)
-        assert said == [[], [], []]
-        found[0].ended(RuntimeError("Connection closed by peer"))
-        heard([said[0], said[2]])
-        assert "rank 1 of host n1 (ended by ValueError: a bad batch) did not answer" in said[2][0]
-
-
-DIES = """
-import torch.distributed as dist
-from zero_topo.observe.watch import Watch
-Watch(dist.HashStore(), (0, 2, "n0"), lambda: ("in step", ()), print, 60, 0.1)
-raise RuntimeError("Connection closed by peer")
-"""
-
-
-def test_an_error_that_nobody_caught_is_one() -> None:
-    """A script that does not destroy its engine, as most do not, asks before its process ends."""
-    done = subprocess.run(
-        [sys.executable, "-c", DIES], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert (
-        done.returncode == 1
-        and "the run fails: rank 1 of host unknown did not answer" in done.stdout
-    ), done.stderr
 
 
 def test_a_rank_that_died_before_it_said_its_host_holds_nobody_up() -> None:
@@ -169,20 +108,6 @@ def test_a_rank_that_left_in_good_order_is_not_missed() -> None:
         assert "every rank answers" in said[0][0] and "rank 1" not in said[0][0]
 
 
-def test_a_rank_whose_script_came_to_its_end_is_named_as_such(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It is missed, for the others wait for it; but it did not die."""
-    monkeypatch.delattr(sys, "last_value", raising=False)
-    with watches([waiting(0), moving()]) as (found, said):
-        found[1].ended()
-        heard(said[:1])
-        assert (
-            "rank 1 of host n1 (its script came to its end) did not answer" in said[0][0]
-            and said[1] == []
-        )
-
-
 def test_a_main_thread_that_waits_in_the_store_does_not_blind_the_watch() -> None:
     """A communicator made when first used waits there for its id, and torch's client serves one
     thread at a time.
@@ -212,58 +137,6 @@ def test_a_run_that_goes_on_and_stands_still_again_says_so_again() -> None:
         at[0] = 1
         heard(said, 2)
         assert [len(lines) for lines in said] == [2, 2]
-
-
-def test_a_rank_that_answered_and_is_gone_now_is_named_later() -> None:
-    """The others still stand where they stood, so that nothing they see has changed."""
-    with watches([waiting(0), waiting(1)]) as (found, said):
-        heard(said)
-        assert "every rank answers" in said[0][0]
-        found[1]._woken.set()  # its thread ends without a word, as if it was stopped
-        heard(said[:1], 2)
-        assert "rank 1 of host n1 did not answer" in said[0][1]
-
-
-def test_a_store_that_is_stopped_is_reported() -> None:
-    """It does not fail and does not answer: the thread that asked it hangs, and another one says
-    so.
-    """
-    with watches([moving(), moving()]) as (found, said):
-        resumed = threading.Event()
-        found[1]._store = Mock(check=lambda _: resumed.wait() and False)
-        heard(said[1:])
-        resumed.set()
-        assert (
-            "rank 0, which holds the store in which the ranks met, has not answered for"
-            in said[1][0]
-        )
-
-
-@pytest.mark.parametrize("then", ["works", "waits", "fails", "ends"])
-def test_the_store_ends_with_rank_0(then: str) -> None:
-    """Another rank may work on, without a word, until it waits or fails because of that."""
-    master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    client = dist.TCPStore("127.0.0.1", master.port, is_master=False)
-    said: list[str] = []
-    place = waiting(1) if then == "waits" else moving()
-    watch = Watch(client, (1, 2, "n1"), place, said.append, SHORT_S)
-    del master
-    if then == "waits":
-        heard([said])
-    else:
-        time.sleep(2 * SHORT_S)
-    assert bool(said) == (then == "waits")
-    if then == "fails":
-        watch.ended(RuntimeError("connection closed by peer"))
-    elif then == "ends":
-        watch.ended()
-    watch.close()
-    expected = {
-        "waits": "has ended, and this rank makes no progress: in backward of step 7, scatter",
-        "fails": "does not answer: it ended or died",
-    }
-    store = "rank 0, which holds the store in which the ranks met,"
-    assert said == ([f"{store} {expected[then]}"] if then in expected else [])
 
 
 def test_a_place_names_phase_and_the_users_line() -> None:

@@ -6,12 +6,8 @@ backend's timeout, half an hour by default, and then all fail with one error. Ea
 has a thread that polls the position of its own main thread. If that has not moved for long, the
 thread posts a question in the store of torch's rendezvous. The threads of all ranks answer, also on
 ranks that compute, and one of them writes the verdict for all. While a run moves, each poll costs
-one query of the store; the more ranks there are, the more rarely each polls.
-
-If a rank dies and the backend notices, its neighbours fail at once, with an error that names no
-rank. A process that ends therefore records in the store how. If its error may come from another
-rank, it queries the others before it ends. The store ends with the process of rank 0; the other
-ranks then watch their own progress alone.
+one query of the store; the more ranks there are, the more rarely each polls. A rank that dies is
+reported by the launcher.
 """
 
 from __future__ import annotations
@@ -29,7 +25,6 @@ from contextlib import suppress
 from functools import partial
 from traceback import walk_stack
 
-import torch
 import torch.distributed as dist
 
 from zero_topo.collectives.meter import Meter
@@ -44,19 +39,10 @@ STILL_S = 60.0  # its default
 METHODS = ("forward", "backward", "step", "save_checkpoint", "load_checkpoint", "destroy")
 """Methods of DeepSpeed's engine that a user calls."""
 STORE_QUESTIONS_PER_S = 1000.0
-AGAIN = 4
-"""A standstill that lasts this many times as long is queried again: a rank that answered may have
-died since.
-"""
-FAILS = "the run fails"
-STORE = "rank 0, which holds the store in which the ranks met,"
-IN_ORDER = "its script came to its end"
 SLACK_S = 10.0
-"""Seconds of allowance for a busy machine."""
+"""Seconds to wait for the thread's end, which would never come if the store is cut off."""
 MOST_NAMED = 4
 """The most ranks, and the most positions, that a message names."""
-MOST_OF_ERROR = 120
-"""Characters of an error that are sent to the other ranks."""
 
 
 Position = tuple[str, tuple[object, ...]]
@@ -100,7 +86,6 @@ class Watch:
         position: returns the position of the main thread; called from the watch's thread.
         say: logs a verdict.
         still_s: seconds that a rank may make no progress, equal on all ranks.
-        most_poll_s: the longest interval of polls for few ranks, equal on all ranks.
     """
 
     def __init__(
@@ -110,7 +95,6 @@ class Watch:
         position: Callable[[], Position],
         say: Callable[[str], None],
         still_s: float,
-        most_poll_s: float = 1.0,
     ) -> None:
         self._rank, self._ranks, host = placement
         turn = store.add(f"zero_topo/watched by {self._rank}", 1)
@@ -124,125 +108,47 @@ class Watch:
         self._progress = Progress(position)
         self._say = say
         self._still_s = still_s
-        self._poll_s = poll_s(self._ranks, still_s, most_poll_s)
+        self._poll_s = poll_s(self._ranks, still_s)
         self._answer_s = 2 * self._poll_s  # within which every live rank has polled
-        # Of an error: its text, and whether another rank may have caused it
-        self._error = ""
-        self._asks = False
-        self._asking_since = 0.0  # 0: no query is under way
-        self._woken = threading.Event()
         self._closed = threading.Event()
-        atexit.register(self.ended)
+        atexit.register(self._stop)
         self._thread = threading.Thread(target=self._run, name="zero_topo watch", daemon=True)
         self._thread.start()
-        guard = threading.Thread(target=self._guard, name="zero_topo store watch", daemon=True)
-        guard.start()
 
     def close(self) -> None:
-        """End the thread; record in the store that this rank left normally, or the error that is
-        being handled.
-        """
-        atexit.unregister(self.ended)
-        if error := sys.exc_info()[1]:
-            self.ended(error)
-        self._leave(f"left {self._rank}", "")
+        """End the thread; record in the store that this rank left, unless it handles an error."""
+        atexit.unregister(self._stop)
+        if sys.exc_info()[1] is None:
+            with suppress(RuntimeError):  # the store ended with its rank
+                self._store.set(f"left {self._rank}", "")
+        self._stop()
         self._given = None  # else a later init_process_group would find the old keys
 
-    def _leave(self, key: str, word: str) -> None:
-        """End the thread, and record ``word`` in the store unless an error is recorded."""
-        if not self._error:
-            with suppress(RuntimeError):  # the store ended with its rank
-                self._store.set(key, word)
+    def _stop(self) -> None:
+        """End the thread: one that runs while Python ends aborts the process."""
         self._closed.set()
-        self._woken.set()
-        self._thread.join(self._most_s)
-
-    @property
-    def _most_s(self) -> float:
-        """Seconds to wait for the thread's end, which would never come if the store is cut off."""
-        return SLACK_S + 4 * self._answer_s
-
-    def ended(self, error: BaseException | None = None) -> None:
-        """Record how the process ends; after an error, also log the other ranks' answers.
-
-        Args:
-            error: by default the uncaught one, if any.
-        """
-        error = error or getattr(sys, "last_value", None)
-        if error is None:
-            return self._leave(f"ended {self._rank}", IN_ORDER)
-        text = " ".join([type(error).__name__ + ":", *str(error).split()])
-        notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
-        notes = notes.replace("zero_topo: ", "")
-        self._error = f"ended by {text[:MOST_OF_ERROR]}{notes[:MOST_OF_ERROR]}"
-        out_of_memory = isinstance(error, torch.OutOfMemoryError)
-        self._asks = isinstance(error, RuntimeError) and not out_of_memory
-        self._woken.set()
-        self._thread.join(self._most_s)
-
-    def _guard(self) -> None:
-        """Log once if the store does not answer for long: its process may be stopped, or cut
-        off.
-        """
-        most_s = self._still_s + 4 * self._answer_s
-        while not self._closed.wait(self._poll_s):
-            since = self._asking_since
-            if since and time.monotonic() - since > most_s:
-                return self._say(
-                    f"{STORE} has not answered for {most_s:.0f} s: it is stopped, or cut off; look "
-                    "at it there"
-                )
+        self._thread.join(SLACK_S + 4 * self._answer_s)
 
     def _run(self) -> None:
-        try:
-            self._watch_all()
-        except RuntimeError:
-            self._asking_since = 0.0
-            self._watch_alone()
-        # Give the node's other ranks time to log too: the launcher kills them when this one ends
-        if self._asks:
-            self._closed.wait(self._answer_s)
+        with suppress(RuntimeError):  # the store ended with its rank
+            self._watch()
 
-    def _watch_all(self) -> None:
-        """Poll until the thread is woken; then record an error, and ask the other ranks about it.
-
-        Raises:
-            RuntimeError: if the store has ended.
-        """
+    def _watch(self) -> None:
+        """Poll; ask the other ranks once when this one stands still, and answer their questions."""
         turn = 0
-        verdict = ""
-        due_s = self._still_s
-        while not self._woken.wait(self._poll_s):
+        asks = True
+        while not self._closed.wait(self._poll_s):
             still_s = self._progress.still_s()
-            if not still_s:
-                verdict = ""
-                due_s = self._still_s
-            self._asking_since = time.monotonic()
-            if still_s > due_s:
+            asks = asks or not still_s
+            if asks and still_s > self._still_s:
                 self._store.set(f"asked {turn}", "")
             if self._store.check([f"asked {turn}"]):
                 pace = f"{still_s:.0f} s" if still_s > 1.5 * self._poll_s else "moves,"
-                verdict = self._answer(turn, f"{pace} {self._progress.words}")
+                self._answer(turn, f"{pace} {self._progress.words}")
                 turn += 1
-                due_s = AGAIN * max(still_s, self._still_s)
-            self._asking_since = 0.0
-        if self._error:
-            self._store.set(f"ended {self._rank}", self._error)
-            # Unless another failing rank has just asked
-            if self._asks and not verdict.startswith(FAILS):
-                self._store.set(f"asked {turn}", "")
-                self._answer(turn, self._error)
+                asks = False
 
-    def _watch_alone(self) -> None:
-        """Log if this rank fails, or makes no progress, after the store has ended with rank 0."""
-        while not self._woken.wait(self._poll_s):
-            if self._progress.still_s() > self._still_s:
-                words = self._progress.words
-                return self._say(f"{STORE} has ended, and this rank makes no progress: {words}")
-        if self._asks:
-            self._say(f"{STORE} does not answer: it ended or died")
-
-    def _answer(self, turn: int, words: str) -> str:
+    def _answer(self, turn: int, words: str) -> None:
         """Post this rank's position, wait for the others' answers, and log the verdict that one
         rank writes.
         """
@@ -254,11 +160,9 @@ class Watch:
         end = time.monotonic() + self._answer_s
         while not (verdict := answers.check(["verdict"])) and time.monotonic() < end:
             if self._closed.wait(self._answer_s / 20):
-                return ""
+                return
         # Its writer may have died
-        found = answers.get("verdict").decode() if verdict else self._verdict(answers)
-        self._say(found)
-        return found
+        self._say(answers.get("verdict").decode() if verdict else self._verdict(answers))
 
     def _verdict(self, answers: dist.Store) -> str:
         places: dict[str, list[int]] = {}
@@ -267,12 +171,7 @@ class Watch:
             if answers.check([f"{rank}"]):
                 places.setdefault(answers.get(f"{rank}").decode(), []).append(rank)
             elif not self._store.check([f"left {rank}"]):
-                word = (
-                    f" ({self._store.get(f'ended {rank}').decode()})"
-                    if self._store.check([f"ended {rank}"])
-                    else ""
-                )
-                silent.append(f"rank {rank} of host {self._host(rank)}{word}")
+                silent.append(f"rank {rank} of host {self._host(rank)}")
         return standstill(silent, places)
 
     def _host(self, rank: int) -> str:
@@ -283,11 +182,11 @@ class Watch:
         return self._store.get(key).decode() if self._store.check([key]) else "unknown"
 
 
-def poll_s(ranks: int, still_s: float, most_s: float = 1.0) -> float:
+def poll_s(ranks: int, still_s: float) -> float:
     """Return the seconds between two polls of a rank: the more ranks there are, the more rarely
     each polls.
     """
-    return max(min(still_s / 6, most_s), ranks / STORE_QUESTIONS_PER_S)
+    return max(min(still_s / 6, 1.0), ranks / STORE_QUESTIONS_PER_S)
 
 
 def standstill(silent: list[str], places: Mapping[str, list[int]]) -> str:
@@ -301,13 +200,10 @@ def standstill(silent: list[str], places: Mapping[str, list[int]]) -> str:
     where = "; ".join(
         f"rank{'s' * (len(ranks) > 1)} {_named(ranks)}: {words}" for words, ranks in shown
     )
-    what = (
-        FAILS if any(words.startswith("ended") for words in places) else "the run makes no progress"
-    )
     if not silent:
-        return f"{what}, and every rank answers; {where}"
+        return f"the run makes no progress, and every rank answers; {where}"
     gone = f"{_named(silent)} did not answer: ended, stopped, or cut off from the network"
-    return f"{what}: {gone}; look at it there. {where}"
+    return f"the run makes no progress: {gone}; look at it there. {where}"
 
 
 def _named(ranks: Sequence[object]) -> str:
