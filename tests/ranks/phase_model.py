@@ -32,6 +32,13 @@ def through(values: Tensor, wire: Format, dtype: torch.dtype) -> Tensor:
     return decoded.view(values.shape)
 
 
+def by_rank(parts: list[Tensor], ranks: Sequence[int], wire: Format) -> Tensor:
+    """The sum in the order of the ranks, in the type sent."""
+    assert isinstance(wire, Cast)
+    places = sorted(range(len(parts)), key=ranks.__getitem__)
+    return in_order([through(parts[place], wire, DTYPES[wire.dtype]) for place in places]).float()
+
+
 def in_order(parts: list[Tensor]) -> Tensor:
     """The sum, from the first to the last."""
     total = parts[0].clone()
@@ -238,18 +245,34 @@ class Model:
 
     # -- gradients ---------------------------------------------------------------------------------
 
-    def _reduced(self, parts: list[Tensor], degrees: tuple[int, int], wire: Format) -> Tensor:
-        """The sum over a group's members in tree order; each exchange sends in the format."""
-        stages = self.plan.stages(*degrees)
-        sent = [through(part, wire, torch.float32) for part in parts]
-        if len(stages) == 1:
-            return in_order(sent)
-        assert len(stages) == 2
-        begin, end = stages[0]
-        inner = end // begin
-        starts = range(0, len(sent), inner)
-        first_sums = [in_order(sent[start : start + inner]) for start in starts]
-        return in_order([through(part, wire, torch.float32) for part in first_sums])
+    def _reduced(
+        self,
+        parts: list[Tensor],
+        degrees: tuple[int, int],
+        wire: Format,
+        ranks: Sequence[int] = (),
+        to: int = 0,
+    ) -> Tensor:
+        """The sum over a group's members in tree order; each exchange sends in the format. With the
+        members' ranks and the place of the one that gets it, the backend adds in some groups.
+        """
+        for lo, hi in self.plan.stages(*degrees):
+            size = hi // lo
+            sent = [through(part, wire, torch.float32) for part in parts]
+            groups = [slice(start, start + size) for start in range(0, len(sent), size)]
+            if ranks and self._adds(lo, hi):
+                parts = [by_rank(sent[group], ranks[group], wire) for group in groups]
+            else:
+                parts = [in_order(sent[group]) for group in groups]
+            # Of the members that send in the next group
+            ranks = ranks[to % size :: size]
+            to //= size
+        (total,) = parts
+        return total
+
+    def _adds(self, lo: int, hi: int) -> bool:
+        """Whether the backend adds gradients in a group, if they are not quantized."""
+        return self.config.topology.domain(hi) != "world" or hi // lo <= 8
 
     def scatter(self, indices: Sequence[int], grads: list[list[Tensor]]) -> None:
         """Add the mean of all ranks' gradients, ``grads[rank][k]`` of parameter ``indices[k]``."""
@@ -267,9 +290,15 @@ class Model:
         members = self.plan.rank_at[first : first + degree]
         tables = [self.table(grads[rank]) for rank in members]
         mean = torch.tensor(1.0 / self.world, dtype=torch.float32)
+        ranks = () if wire.lossy or degree == 1 else members
+        if wire == Cast("fp16") and any(
+            self._adds(*stage) for stage in self.plan.stages(1, degree)
+        ):
+            tables = [table.half() * mean for table in tables]
+            mean = torch.tensor(1.0)
         for t in range(degree):
             parts = [table[t::degree].float() for table in tables]
-            total = parts[0] if degree == 1 else self._reduced(parts, (1, degree), wire)
+            total = self._reduced(parts, (1, degree), wire, ranks, t) if degree > 1 else parts[0]
             rows = self.sums[domain][index][t::degree]
             rows.copy_((rows.float() + total * mean).to(rows.dtype))
 

@@ -1,15 +1,19 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Gradient shards: the ring between nodes, and the end of an engine in the middle of a step. What
-scatter and sync give is tested in ``test_phases.py``.
+"""Gradient shards: sums by the backend, staged scatters, and the end of an engine in the middle of a
+step. What scatter and sync give is tested in ``test_phases.py``.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 
 from tests.harness import run_threads
+from tests.plans import resolve
 from tests.ranks.worlds import BLOCKS, PARAM_INDICES, PLAIN, World, mean, shards, shuffled, world
+from zero_topo.collectives.transport import Group
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.topology.presets import emulated
 
@@ -38,8 +42,9 @@ def test_a_ring_sums_between_nodes_in_the_type_that_is_sent(scheme: str) -> None
         def rank_main(rank: int) -> tuple[float, Sent, set[tuple[str, str]]]:
             engine = w.engine(torch.bfloat16, chunk=600)
             seen = set[tuple[str, str]]()
+            engine.gradients.scatter(PARAM_INDICES, w.grads(rank, 0, torch.bfloat16), False)
+            engine.gradients.finish_scatter()
             engine.meter.listener = lambda group, op, nbytes, even: seen.add((op, group.domain))
-            engine.gradients.scatter(PARAM_INDICES, w.grads(rank, 0, torch.bfloat16), True)
             engine.gradients.sync()
             engine.meter.end_step()
             total = engine.meter.last_step.items()
@@ -53,6 +58,81 @@ def test_a_ring_sums_between_nodes_in_the_type_that_is_sent(scheme: str) -> None
         assert ring[0] < 0.05 and direct[0] < 0.05
         assert ("reduce_scatter", "world") in ring[2]
         assert not any(op == "reduce_scatter" for op, _ in direct[2])
+
+
+TWO_GROUPS: dict[str, Any] = {
+    "weights": 2,
+    "gradients": 4,
+    "optimizer": "world",
+    "quantize": PLAIN,
+}
+
+
+def test_the_second_exchange_of_a_bucket_runs_under_the_first_of_the_next() -> None:
+    w = world(TWO_GROUPS, emulated(4, 1, 2))
+
+    def rank_main(rank: int) -> list[tuple[str, str]]:
+        engine = w.engine()
+        begun: list[tuple[str, str]] = []
+        engine.meter.listener = lambda group, op, nbytes, even: begun.append((op, group.domain))
+        grads = w.grads(rank, 0)
+        for bucket in ((4, 1), (0,), (2, 3)):
+            engine.gradients.scatter(bucket, [grads[index] for index in bucket], False)
+        engine.gradients.finish_scatter()
+        return begun
+
+    first = ("reduce_scatter", "gpu")
+    second = ("reduce_scatter", "world")
+    for begun in run_threads(w.size, rank_main):
+        assert begun == [first, first, second, first, second, second]
+
+
+@pytest.mark.parametrize(
+    ("machine", "block", "adds"),
+    [
+        ((1, 8, 2), {"scheme": "zero3"}, (True,)),
+        ((8, 4, 2), {"scheme": "zero3"}, (True, True)),
+        ((9, 4, 2), {"scheme": "zero3"}, (True, False)),
+        ((9, 4, 2), {"scheme": "topo", "quantize": PLAIN}, (True,)),
+        ((9, 4, 2), {"scheme": "topo"}, (False,)),
+    ],
+)
+def test_the_backend_adds_in_a_node_and_between_few(
+    machine: tuple[int, int, int], block: dict[str, Any], adds: tuple[bool, ...]
+) -> None:
+    """Unless gradients are quantized."""
+    assert resolve(emulated(*machine), **block).backend_adds == adds
+
+
+def test_a_second_gradient_right_behind_the_first_is_in_the_sum() -> None:
+    w = world(TWO_GROUPS, emulated(4, 1, 2))
+
+    def rank_main(rank: int) -> float:
+        engine = w.engine()
+        halves = [grad / 2 for grad in w.grads(rank, 0)]
+        engine.gradients.scatter(PARAM_INDICES, halves, True)
+        engine.gradients.scatter(PARAM_INDICES, halves, True)
+        engine.gradients.sync()
+        return error(engine, w)
+
+    assert max(run_threads(w.size, rank_main)) < 1e-6
+
+
+def test_messages_are_added_in_fp32_before_one_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the backend may not add, as between many nodes."""
+    monkeypatch.setattr(Group, "sums", False)
+    w = world({"scheme": "zero3", "quantize": PLAIN})
+
+    def rank_main(rank: int) -> torch.Tensor:
+        engine = w.engine(torch.bfloat16)
+        value = 1.0 if rank == 0 else 2.0**-8  # vanishes in a BF16 sum, counts in an FP32 one
+        grads = [torch.full((n,), value, dtype=torch.bfloat16) for n in w.numels]
+        engine.gradients.scatter(PARAM_INDICES, grads, last=False)
+        engine.gradients.finish_scatter()
+        return engine.gradients.buffer[0, -1].clone()
+
+    exact = torch.tensor((1.0 + 7 * 2.0**-8) / 8).bfloat16()
+    assert all(torch.equal(value, exact) for value in run_threads(w.size, rank_main)[:4])
 
 
 @pytest.mark.parametrize("scheme", ["topo", "hsdp"])

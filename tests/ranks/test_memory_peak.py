@@ -112,6 +112,18 @@ def test_runs_in_flight_need_no_more_than_predicted(name: str) -> None:
     assert 0.9 * predicted(config, LAYER) < found <= 1.01 * predicted(config, LAYER)
 
 
+@pytest.mark.parametrize("bits", [None, "int4"])
+def test_a_bucket_between_nodes_needs_what_is_predicted(bits: str | None) -> None:
+    """While the next one is sent inside the node."""
+    block = {"scheme": "zero3", "quantize": {"gradients": bits}}
+    staged, plain = (resolve(emulated(2, 4, 2), **block, overlap=on) for on in (True, False))
+    with queues_of_a_gpu():
+        found = peak(staged, LAYER) - peak(plain, LAYER)
+    wanted = predicted(staged, LAYER) - predicted(plain, LAYER)
+    assert wanted > 0
+    assert found == pytest.approx(wanted, rel=0.05)
+
+
 @pytest.mark.parametrize("layers", [2, late(1), late(3)])
 @pytest.mark.parametrize(
     "name", often(OFTEN, (name for name in CASES if name.partition("+")[2] not in SPARSE))

@@ -94,9 +94,9 @@ def summed_residuals(w: World, found: Sequence[list[tuple[int, Tensor]]]) -> lis
 PRECISIONS: dict[str, tuple[torch.dtype, dict[str, str], float]] = {
     "fp32": (torch.float32, {}, 1e-4),
     "bf16": (torch.bfloat16, {}, 0.15),
-    "bf16, accumulated in fp32": (torch.bfloat16, {"accumulation_dtype": "fp32"}, 0.02),
+    "bf16, accumulated in fp32": (torch.bfloat16, {"accumulation_dtype": "fp32"}, 0.15),
     "fp16": (torch.float16, {}, 0.02),
-    "fp16, accumulated in fp32": (torch.float16, {"accumulation_dtype": "fp32"}, 0.005),
+    "fp16, accumulated in fp32": (torch.float16, {"accumulation_dtype": "fp32"}, 0.02),
 }
 """Of the model and the gradient shard; and the part of the residual that roundings of gradients may
 amount to.

@@ -212,16 +212,18 @@ class Queues:
 
     Args:
         device: device of the tensors.
-        overlap: whether sync and publish run in parallel with the computation.
+        overlap: whether scatters, sync and publish run in parallel with the computation.
 
     Attributes:
         gathers: of the weights. The next module waits for it, so its kernels start before waiting
             ones.
+        scatters: of gradients in a bucket.
         updates: of sync and publish.
     """
 
     def __init__(self, device: torch.device, overlap: bool) -> None:
         self.gathers = OrderedQueue(device, overlap=True, priority=-1)
+        self.scatters = OrderedQueue(device, overlap, staged=True)
         self.updates = OrderedQueue(device, overlap, staged=True)
 
 

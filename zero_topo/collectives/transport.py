@@ -10,8 +10,8 @@ Note [Own reduce-scatter]
     Why not a library reduce-scatter: its sum order and precision depend on the backend (BF16 sums,
     ring order), it cannot carry block-quantized values, and gloo's sends every byte twice. One
     all-to-all sends ``(d - 1) / d`` of the input, as a ring does, and the same code serves INT4,
-    INT8, 16-bit and FP32. Where a library's ring is faster than its all-to-all, ``summing`` takes
-    it for the last group, at that price.
+    INT8, 16-bit and FP32. Where a library's ring is faster than its all-to-all, ``backend`` takes
+    it for a group, at that price.
 
     Each part of a message begins a block, so that it does not share a scale with another, which may
     be a thousand times larger (a matrix next to a norm).
@@ -37,7 +37,7 @@ from torch import Tensor
 from zero_topo.collectives.meter import Meter
 from zero_topo.collectives.queue import Handle
 from zero_topo.plan import Plan
-from zero_topo.quant.operands import View, at_blocks, counted, total_numel
+from zero_topo.quant.operands import DTYPES, View, at_blocks, counted, total_numel
 from zero_topo.quant.ops import dequantize, dequantize_reduce, quantize, requantize
 from zero_topo.quant.spec import Cast, Format
 
@@ -476,7 +476,7 @@ def reduce_scatter(
     out: Sequence[View],
     factor: float = 1.0,
     accumulate: bool = False,
-    summing: torch.dtype | None = None,
+    backend: Sequence[bool] = (False, False),
 ) -> Handle[None]:
     """Sum over the members of ``hierarchy``; each member keeps its own part.
 
@@ -493,8 +493,8 @@ def reduce_scatter(
         out: receives this rank's sums; part by part as large as ``parts`` if blocks have scales.
         factor: multiplies the sums.
         accumulate: add the sums to the values of ``out``.
-        summing: the type of an unquantized ``spec``, if the backend is to sum in the last group;
-            see ``Group.sums``.
+        backend: for each group, whether the backend sums in it, in the type of an unquantized
+            ``spec`` and in the order of its ring; see ``Group.sums``.
 
     Returns:
         A handle with a stage for each group, the last of which writes the sums. A single member
@@ -509,22 +509,33 @@ def reduce_scatter(
     first = hierarchy.groups[0]
     outer = hierarchy.groups[-1]
     numel = total_numel(out)
-    last = outer.all_to_all_later if summing is None else partial(outer.sum_later, dtype=summing)
+    begin: Callable[[Tensor], Handle[Tensor]] = first.all_to_all_later
+    last: Callable[[Tensor], Handle[Tensor]] = outer.all_to_all_later
+    if any(backend):
+        assert isinstance(spec, Cast)
+        dtype = DTYPES[spec.dtype]
+        begin = partial(first.sum_later, dtype=dtype) if backend[0] else begin
+        last = partial(outer.sum_later, dtype=dtype) if backend[-1] else last
     nbytes = spec.nbytes(numel)
     send = _empty(first, hierarchy.size, nbytes, out[0].flat.device)
     quantize(at_blocks(parts, spec.block_size), spec, send.transpose(0, 1))
+    if any(backend) and dtype == torch.float16 and factor != 1.0:
+        # Sums of many gradients overflow FP16, so they are divided first, as DeepSpeed's are.
+        send.view(torch.float16).mul_(factor)
+        factor = 1.0
 
     def forward(received: Tensor) -> Handle[Tensor]:
-        # The messages of one destination are summed before they leave for the next group.
-        send = _empty(outer, received.shape[1], nbytes, received.device)
-        requantize(received, spec, send.transpose(0, 1), numel)
+        send = received.transpose(0, 1)
+        if len(received) > 1:
+            # The messages of one destination are summed before they leave for the next group.
+            send = _empty(outer, received.shape[1], nbytes, received.device)
+            requantize(received, spec, send.transpose(0, 1), numel)
         return last(send)
 
     def finish(received: Tensor) -> None:
         dequantize_reduce(received[:, 0], spec, out, factor, accumulate)
 
     # Two groups: the inner one first, so that each byte crosses nodes once.
-    begin = last if outer is first else first.all_to_all_later
     received = begin(send)
     if outer is not first:
         received = received.then(forward)

@@ -35,6 +35,10 @@ UNCHANGED = (
 """Keys of the block whose value a scheme and the machine do not change."""
 
 
+BACKEND_ADDS = 8
+"""Ranks of the largest group between nodes in which the backend adds gradients."""
+
+
 @dataclass(frozen=True)
 class ResolvedConfig:
     """Holds the resolved settings for the engine and the cost model.
@@ -99,6 +103,18 @@ class ResolvedConfig:
         world = self.plan.world_size
         plan = replace(self.plan, secondary=None, gradients=world, optimizer=world)
         return replace(self, plan=plan, secondary_spec=None, gradients_spec=None, sync=DenseSync())
+
+    @property
+    def backend_adds(self) -> tuple[bool, ...]:
+        """For each group of the gradients' reduce-scatter, the inner one first, whether it may be
+        the backend's own; see Note [Sums of the backend] in ``engine/gradients.py``.
+        """
+        stages = self.plan.stages(1, self.plan.gradients)
+        exact = self.gradients_spec is None
+        return tuple(
+            exact and (self.topology.domain(hi) != "world" or hi // lo <= BACKEND_ADDS)
+            for lo, hi in stages
+        )
 
     @property
     def machine(self) -> Topology:

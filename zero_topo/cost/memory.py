@@ -173,7 +173,7 @@ def moments(config: ResolvedConfig, work: Workload, job: Job) -> tuple[dict[str,
         One mapping of role to bytes for each of these moments, in order:
 
         1. A backward pass: "gathered" parameters, "activations", the "bucket" of gradients that
-           wait for their scatter, and "messages" of sync if it overlaps.
+           wait for their scatter, and "messages" of the scatter before and of sync if they overlap.
         2. The backward pass while a bucket is reduce-scattered, with the buffers of that in
            "messages".
         3. Sync after the backward pass.
@@ -192,14 +192,17 @@ def moments(config: ResolvedConfig, work: Workload, job: Job) -> tuple[dict[str,
     rows = plan.world_size // plan.optimizer * columns
     copied = work.itemsize < 4 and not job.offload
     scatter = scatter_bytes(config, min(job.bucket, work.params), work)
+    # In two groups, a bucket is sent between nodes until the next one has been sent inside the node
+    staged = config.overlap and len(plan.stages(1, plan.gradients)) > 1
+    before = scatter if staged else 0
     complete, coming = gathered_bytes(config, job, work.itemsize)
     waiting = min(max(job.bucket, work.largest), work.params) * work.itemsize
     computing = {"activations": activation_bytes(job, work.itemsize), "bucket": waiting}
     extra = peak if config.overlap else 0
     step = {"step": min(job.sub_group, rows) * 4 if copied else 0}
     return (
-        {"gathered": complete, **computing, "messages": extra},
-        {"gathered": coming, **computing, "messages": scatter + extra},
+        {"gathered": complete, **computing, "messages": before + extra},
+        {"gathered": coming, **computing, "messages": before + scatter + extra},
         {"messages": peak},
         {**step, "messages": kept + (publish if config.overlap else 0)},
         {"messages": kept + publish},
@@ -256,7 +259,7 @@ def activation_bytes(job: Job, itemsize: int = 2) -> int:
 
 def scatter_bytes(config: ResolvedConfig, bucket: int, work: Workload) -> int:
     """Return the bytes of the reduce-scatter of a bucket: the buffers sent to all group ranks and
-    those received.
+    those received, or one sum of the backend.
 
     Args:
         config: plan and formats.
@@ -268,7 +271,10 @@ def scatter_bytes(config: ResolvedConfig, bucket: int, work: Workload) -> int:
     if plan.gradients == 1:
         return bucket * FP32
     if spec is None:
-        return 2 * bucket * work.scatter_itemsize
+        lo, hi = plan.stages(1, plan.gradients)[0]
+        sent = bucket * work.scatter_itemsize
+        received = sent * lo // hi if config.backend_adds[0] else sent
+        return sent + received
     run = widest_run(config, work, bucket)
     sizes = [plan.world_size // plan.gradients * width for width in run]
     added = sum(-size % spec.block_size for size in sizes)

@@ -192,8 +192,10 @@ class Stage3:
             self.mesh,
             build_mode(config.sync, context),
             config.gradients_spec or cast_to(self.scatter_dtype),
+            config.backend_adds,
             self.run_numel,
             self._loss_scale,
+            self.queues.scatters,
             self.queues.updates,
             self._averaged,
         )
@@ -208,8 +210,8 @@ class Stage3:
         return _dtype(getattr(self.config.sync, "dtype", None), self.accumulation_dtype)
 
     def notes(self) -> list[str | None]:
-        """Return log lines that depend on the model: INT8 weights, process groups, the residual of
-        FP16.
+        """Return log lines that depend on the model: INT8 weights, process groups, sums of the
+        backend, the residual of FP16.
         """
         int8 = None
         if self.config.resident_spec is not None:
@@ -220,7 +222,14 @@ class Stage3:
                 f"stored as INT8: {sum(coded)} of {len(coded)} parameters, {stored} of "
                 f"{sum(numels)} elements"
             )
-        return [int8, self.gradients.mode.note()]
+        added = None
+        if any(self.gradients.backend):
+            dtype = str(self.scatter_dtype).removeprefix("torch.")
+            added = (
+                f"gradients are added by the backend's own reduce-scatter, in {dtype}: "
+                '"communication_data_type": "fp32" adds them in FP32, in twice the bytes'
+            )
+        return [int8, added, self.gradients.mode.note()]
 
     def restart(self, masters: Tensor | None = None) -> None:
         """Rebuild all shards from each rank's own world shard, at start-up and after a load.
@@ -284,9 +293,10 @@ class Stage3:
             self.meter.end_step()
 
     def settle(self) -> None:
-        """Finish pending work: sync begun by a backward pass, publishes, the mode's own
-        collectives. Collective.
+        """Finish pending work: scatters and sync begun by a backward pass, publishes, the mode's
+        own collectives. Collective.
         """
+        self.gradients.finish_scatter()
         self.queues.updates.finish()
         self.weights.wait_for_publish()
         self.gradients.mode.drain()

@@ -189,7 +189,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         mode.check_optimizer(self.inner)
         queue = OrderedQueue(device, overlap=config.overlap, staged=True)
         wire = cast_to(weights)  # unused: FSDP2's modules reduce their gradients themselves
-        self.gradients = Gradients(layout, mesh, mode, wire, run_numel, lambda: 1.0, queue)
+        self.gradients = Gradients(
+            layout, mesh, mode, wire, (False,), run_numel, lambda: 1.0, queue, queue
+        )
         self.publisher = Publisher(stored, weights, config, mesh, bucket, queue)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

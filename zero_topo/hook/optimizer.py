@@ -293,6 +293,7 @@ class TopoStage3(Stock):
         """Finish a backward pass, or a part of it."""
         with self._passes.epilogue():
             super().independent_gradient_partition_epilogue()
+            self._parts.finish_scatter()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._forwards = 0

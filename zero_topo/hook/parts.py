@@ -182,6 +182,11 @@ class Parts:
 
     # -- a step ------------------------------------------------------------------------------------
 
+    def finish_scatter(self) -> None:
+        """Finish the scatter of the last bucket, in one order of engines on all ranks."""
+        for part in self.parts:
+            part.topo.gradients.finish_scatter()
+
     def sync(self) -> None:
         """Reduce gradients across nodes, in one order of engines on all ranks."""
         for part in self.parts:

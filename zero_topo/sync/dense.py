@@ -10,7 +10,7 @@ from torch import Tensor
 from zero_topo.collectives.queue import Handle
 from zero_topo.collectives.transport import reduce_scatter
 from zero_topo.config import DenseSync
-from zero_topo.quant.operands import DTYPES, Range, merged, range_views
+from zero_topo.quant.operands import Range, merged, range_views
 from zero_topo.quant.ops import cast_to
 from zero_topo.sync.base import SyncContext, SyncMode, build_mode
 from zero_topo.sync.crossing import spread_back
@@ -39,8 +39,8 @@ class Dense(SyncMode):
         target = plan.gradients if config.reduce == "all_reduce" else plan.optimizer
         self._down = context.across(target)
         self._wire = cast_to(context.dtype)
-        rings = config.reduce == "ring" and self._up.groups[-1].sums
-        self._summing = DTYPES[self._wire.dtype] if rings else None
+        # Between nodes alone
+        self._backend = (False, config.reduce == "ring" and self._up.groups[-1].sums)
 
     def start(self, shard: Tensor, ranges: Sequence[Range], scale: float) -> Handle[None]:
         """Begin the reduction; the gather back to ranks that need more rows is the handle's last
@@ -50,7 +50,9 @@ class Dense(SyncMode):
             return Handle()
         parts = range_views(shard[:, None], merged(ranges))
         own = [part.member(self._up.index) for part in parts]
-        up = reduce_scatter(self._up, parts, self._wire, own, summing=self._summing)
+        up = reduce_scatter(
+            self._up, parts, self._wire, own, backend=self._backend[-len(self._up.groups) :]
+        )
         return up.then(lambda _: spread_back(self.context, shard, ranges, self._down, self._wire))
 
 
