@@ -38,7 +38,7 @@ from zero_topo.units import format_bytes
 
 PARAMETERS, RANKS, MICRO_BATCHES = 20 * 10**9, 384, 4
 ROWS: dict[str, dict[str, Any]] = {f"`{name}`": {"scheme": name} for name in SCHEMES}
-ROWS["`topo` with NF4 sync"] = {"sync": {"mode": "quantized"}}
+ROWS['`topo`, `"sync": {"mode": "quantized"}`'] = {"sync": {"mode": "quantized"}}
 
 
 def place(config: ResolvedConfig, role: str) -> str:
