@@ -64,7 +64,12 @@ def smaller(line: str, folder: Path) -> str:
     """
     if "ds_config.json" in line:  # a reader's own
         zeropp = {"stage": 3, "zero_quantized_weights": True, "zero_hpz_partition_size": 8}
-        (folder / "ds_config.json").write_text(json.dumps({"zero_optimization": zeropp}))
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": zeropp,
+            "zero_topo": {},
+        }
+        (folder / "ds_config.json").write_text(json.dumps(config))
         return line.replace("ds_config", f"{folder}/ds_config")
     found = [more for start, more in SMALLER.items() if line.startswith(start)]
     return f"{line} {found[0]} --record {folder}/record.json" if found else line
