@@ -68,28 +68,6 @@ def test_a_weight_moves_by_a_bounded_number_of_learning_rates() -> None:
     assert 0.99 < largest < 1.03
 
 
-def test_a_parameter_without_a_gradient_stays() -> None:
-    """And does not count the step."""
-    w, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
-    optimizer = AdamS([w, other], weight_decay=0.1)
-    w.grad = torch.ones(2)
-    optimizer.step()
-    assert torch.equal(other.detach(), torch.ones(2)) and other not in optimizer.state
-
-
-def test_a_closure_is_called_with_gradients_on() -> None:
-    """Its value comes back."""
-    w = torch.ones(2, requires_grad=True)
-
-    def closure() -> float:
-        loss = (w**2).sum()
-        loss.backward()
-        return float(loss.detach())
-
-    assert AdamS([w]).step(closure) == 2.0
-    assert not torch.equal(w.detach(), torch.ones(2))
-
-
 @pytest.mark.parametrize(
     ("setting", "words"),
     [

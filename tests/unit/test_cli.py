@@ -61,27 +61,6 @@ def test_check_does_not_say_ok_alone_of_a_plan_that_is_not_likely_to_fit(
     )
 
 
-def test_check_tells_what_is_left_out(run: Run, tmp_path: Path) -> None:
-    """Stock's ways to gather and reduce ask for less than is done; parameters are offloaded for
-    inference alone.
-    """
-    zero = {"stage": 3, "reduce_scatter": False, "stage3_use_all_reduce_for_fetch_params": True}
-    block = {"topology": EMULATED}
-    path = config_file(
-        tmp_path, block, zero_optimization={**zero, "offload_param": {"device": "cpu"}}
-    )
-    status, out, err = run("check", path)
-    assert (status, err) == (0, "")
-    for line in (
-        "- zero_optimization.stage3_use_all_reduce_for_fetch_params = true is left out: zero_topo "
-        "gathers each bucket",
-        "- zero_optimization.reduce_scatter = false is left out: zero_topo scatters gradients",
-        '- zero_optimization.offload_param = {"device": "cpu"} is left out: in training',
-    ):
-        assert line in out
-    assert "offload_param" not in run("check", config_file(tmp_path, block))[1]
-
-
 def test_a_reader_that_stops_early_gets_no_traceback(tmp_path: Path) -> None:
     machine = tmp_path / "m.json"
     order = list(range(80_000))[::-1]  # more text than a pipe holds

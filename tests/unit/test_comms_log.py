@@ -87,30 +87,6 @@ def test_messages_that_may_differ_between_ranks_say_so() -> None:
     ]
 
 
-def test_deepspeeds_summary_counts_each_exchange(logger: Any) -> None:
-    """And its work has been waited for before the clock stops."""
-    waited: list[str] = []
-    wait, came = partial(waited.append, "waited"), MagicMock()
-    meter, lines = Meter(), []
-    meter.listener = partial(comms_timing, logger, lambda line, ranks: lines.append(line))
-    for _ in range(3):
-        assert (
-            group("gather_forward", meter)._begin(*GATHER, lambda: Handle(came, wait)).wait()
-            is came
-        )
-    logger.verbose = True
-    group("scatter", meter)._begin(*SCATTER, lambda: Handle(MagicMock()))
-    reported = logger.get_operation_summary(
-        "all_gather_into_tensor | zero_topo gather_forward | node"
-    )
-    assert list(reported) == [100] and reported[100]["count"] == 3 == len(waited)
-    assert reported[100]["tput_avg_gbps"] == pytest.approx(reported[100]["busbw_avg_gbps"] * 4 / 3)
-    assert logger.get_total_operations() == 4
-    assert len(lines) == 1 and lines[0].startswith(
-        "comm op: all_to_all_single | zero_topo scatter | node | time (ms): "
-    )
-
-
 @pytest.mark.parametrize(
     ("switches", "listens"),
     [

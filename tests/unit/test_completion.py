@@ -5,37 +5,13 @@ a bug names.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from importlib import metadata
-from pathlib import Path
 
 import pytest
 
 from tests.commands import Run
 from zero_topo import __version__
 from zero_topo.cli import main
-
-
-def test_bash_completes_options(tmp_path: Path) -> None:
-    """As a user's shell does, whose Python this is not, with the script that we print."""
-    command = tmp_path / "zero-topo"
-    command.write_text(
-        f'#!/bin/sh\nexec {sys.executable} -c "from zero_topo.cli import main; main()" "$@"\n'
-    )
-    command.chmod(0o755)
-    program = """
-        eval "$(zero-topo --show-completion)"
-        COMP_WORDS=(zero-topo launch slurm --part) COMP_CWORD=3
-        _zero_topo_completion zero-topo
-        echo "${COMPREPLY[@]}"
-    """
-    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        ["bash", "-c", program], env=env, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (done.stdout, done.stderr) == ("--partition\n", "")
 
 
 @pytest.mark.parametrize(

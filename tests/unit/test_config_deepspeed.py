@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,7 @@ from hypothesis import strategies as st
 from tests.commands import Run
 from tests.launching import ROOT
 from zero_topo.config import (
-    ZeroTopoConfig,
     deepspeed_problems,
-    json_schema,
     load_deepspeed_config,
 )
 from zero_topo.config.deepspeed_json import REFUSED_KEYS, with_environment_block
@@ -29,7 +26,6 @@ from zero_topo.config.deepspeed_parts import BATCHES, TRUTHS, on
 from zero_topo.config.stock_keys import KEYS, StockKeys, switched_on, translate
 from zero_topo.doctor import refusals
 from zero_topo.doctor.refusals import deepspeed_refusals
-from zero_topo.versions import SUPPORTED, installed
 
 GOOD: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
@@ -63,16 +59,12 @@ SGD = {"type": "SGD", "params": {"lr": 1e-3}}
 BATCH = dict(zip(BATCHES, (64, 2, 4), strict=True))
 OURS: list[tuple[dict[str, Any], str, Any]] = [
     (changed(zero_optimization__stage=2), f"{ZERO}.stage", 2),
-    (changed(zero_optimization__stage="auto"), f"{ZERO}.stage", None),
     (changed(zero_optimization=True), f"{ZERO}.stage", None),
     (changed(zero_optimization__zero_topo={}), f"{ZERO}.zero_topo", None),
     (changed(**{"zero-topo": {}}), "zero-topo", None),
-    (changed(ZeroTopo={}), "ZeroTopo", None),
     (changed(optimizer__params={"lr": 0.1}), "optimizer.type", None),
-    (changed(scheduler__params={}), "scheduler.type", None),
     (changed(gradient_accumulation_steps=1.5), "gradient_accumulation_steps", 1.5),
     (changed(zero_optimization__zero_hpz_partition_size=[]), "zero_hpz_partition_size", []),
-    (changed(zero_optimization__zero_quantized_weights={}), "zero_quantized_weights", {}),
     (
         changed(zero_optimization__zero_hpz_partition_size=8, zero_topo__secondary="node"),
         f"{ZERO}.zero_hpz_partition_size",
@@ -94,37 +86,17 @@ OURS: list[tuple[dict[str, Any], str, Any]] = [
 """A config, the key that its line must name, and the value, if it must name one."""
 DEEPSPEEDS: list[tuple[dict[str, Any], int | None, str]] = [
     ({"train_micro_batch_size_per_gpu": {}}, None, "train_micro_batch_size_per_gpu"),
-    ({"train_micro_batch_size_per_gpu": None}, None, "train_micro_batch_size_per_gpu"),
-    ({"gradient_accumulation_steps": -1}, None, "-1"),
     (BATCH, 4, "train_batch_size"),
-    ({**BATCH, "train_batch_size": 63}, None, "train_batch_size"),
     ({ZERO: {"stage": 3, "overlap_com": True}}, None, f"{ZERO}.overlap_com"),
-    ({ZERO: {"stage": 3, "offload_optimizer": {"devise": "cpu"}}}, None, "devise"),
-    ({ZERO: {"stage": 3, "reduce_bucket_size": "many"}}, None, "many"),
     ({"fp16": {"enabled": True}}, None, "fp16"),
-    ({"bf16": {"enabled": True, "loss_scale": 0}}, None, "bf16.loss_scale"),
-    ({"bf16": "auto"}, None, 'bf16 = "auto"'),
     ({"optimizer": {"type": "Adam8bit"}}, None, "Adam8bit"),
     ({"optimizer": SGD}, None, "zero_allow_untested_optimizer"),
     ({"optimizer": {"type": "AdamW", "params": {"weight_decai": 0.1}}}, None, "weight_decai"),
-    ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}}, None, "max_grad_norm"),
-    (
-        {"optimizer": {"type": "AdamW", "params": {"lr": -1, "torch_adam": True}}},
-        None,
-        '"lr": -1',
-    ),
     ({"optimizer": {"type": "AdamW", "params": {"lr": "1e-3"}}}, None, '"lr": "1e-3"'),
     ({"optimizer": {"type": "AdamS", "params": {"momentum": 0.9}}}, None, "momentum"),
-    ({"optimizer": {"type": "Muon", "params": {"ns_method": "foo"}}}, None, "foo"),
-    ({"scheduler": {"type": "Warmup", "params": {}}}, None, '"Warmup"'),
-    ({"scheduler": {"type": "WarmupLR"}}, None, "WarmupLR"),
     ({"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 9}}}, None, "warmup_steps"),
-    ({"scheduler": {"type": "StepLR", "params": {"step_size": 9}}}, None, "StepLR"),
     ({"data_types": {"grad_accum_dtype": "float8"}, "optimizer": SGD}, None, "float8"),
-    ({"communication_data_type": 3}, None, "communication_data_type = 3"),
     ({"wandb": {"enabled": "si"}}, None, "wandb.enabled"),
-    ({"csv_monitor": 3}, None, "csv_monitor"),
-    ({"timers": 3}, None, "timers = 3"),
 ]
 """Changes of GOOD, the ranks, and what DeepSpeed's line must name."""
 
@@ -161,37 +133,23 @@ def test_what_deepspeed_refuses_is_named_before_it_starts(
 
 
 FILES = {
-    **dict.fromkeys(("comms", "comm_fp8", "compile_foo", "gdt_bad", "hybrid", "leaf_bad"), None),
     "accelerate": "deepspeed_config_file",
-    "check_block_is_auto": "bf16",
-    "hint_two_names": "bf16.loss_scale",
     "nan": "NaN",
-    "offload_param_no_optimizer_key": "zero_topo",
-    "plan_zero_optimization_is_true": "train_batch_size",
-    "quantized_gradients_switched_off": "zero_quantized_gradients",
-    "removed_key": "curriculum_learning",
-    "sgd": "zero_allow_untested_optimizer",
-    "sync_numbers_of_wrong_type": "zero_topo.sync.density",
-    "unknownopt": "Adam8bit",
     "zdup": "max_live_parameters",
 }
-PUBLISHED = sorted(
-    [*(ROOT / "tests/data/configs").iterdir(), *(ROOT / "tests/data/deepspeed").iterdir()]
-)
+PUBLISHED = sorted((ROOT / "tests/data/deepspeed").iterdir())
 
 
 @pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)
 def test_check_judges_files_as_initialize_does(path: Path, run: Run) -> None:
-    """Inputs of the shapes that people publish, each with one fault that the line names, with the
-    file.
-    """
+    """Each fault of a file is a line that names it, and the file."""
     status, out, err = run("check", str(path), "--ranks", "8", "--machine", "frontier")
     if path.stem == "hpz_empty_block":
         assert (status, err) == (0, "") and out.endswith("ok\n")
         return
     assert (status, out) == (2, "")
     assert all(str(path) in line for line in err.splitlines())
-    assert (FILES[path.stem] or "DeepSpeed refuses") in err
+    assert FILES[path.stem] in err
 
 
 # -- what works ------------------------------------------------------------------------------------
@@ -205,13 +163,10 @@ WORKS: list[dict[str, Any]] = [
     {},
     {ZERO: {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 1.0}}},
     {ZERO: {"stage": 3, "offload_param": {"device": "cpu"}}},
-    {ZERO: {"stage": 3, "offload_param": None, "zenflow": None}},
     {ZERO: {"stage": 3, "zero_quantized_weights": "false", "zero_hpz_partition_size": 1}},
-    {ZERO: {"stage": 3, "reduce_scatter": False}},
     {ZERO: AUTO_ZERO, **dict.fromkeys(BATCHES, "auto"), "fp16": {"enabled": "auto"}},
     {"zero_topo": {}, ZERO: {"stage": 3, "mics_shard_size": 4}},
     {"expert_parallel": {"enabled": False}, "torch_autocast": {"enabled": False}},
-    {"compile": {"deepcompile": False}, "communication_data_type": "bf16"},
     {"data_types": {"grad_accum_dtype": "fp32"}, "gradient_clipping": 1, "steps_per_print": 10},
     {"comms_logger": {"enabled": True, "prof_ops": ["all_reduce"]}},
     {"a_key_of_my_own": 1},
@@ -219,7 +174,6 @@ WORKS: list[dict[str, Any]] = [
     *({"optimizer": {"type": kind}} for kind in ("Adam", "AdamW", "Adagrad", "Lion", "AdamS")),
     {"optimizer": {"type": "AgedAdamW"}, "zero_topo": {"sync": {"mode": "oktopk"}}},
     {"optimizer": {"type": "AdamW", "params": {"torch_adam": True, "fused": True}}},
-    {"optimizer": {"type": "Adam", "params": dict.fromkeys(("lr", "betas", "eps"), "auto")}},
     {"optimizer": {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 3e-4}}},
     {"optimizer": SGD, "zero_allow_untested_optimizer": True},
     {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": [1e-2, 2e-3]}}},
@@ -363,63 +317,7 @@ def test_a_deepspeed_that_does_not_start_is_a_line(
     assert deepspeed_refusals({**GOOD, "optimizer": {"type": "Adam8bit"}}, 8) == []
 
 
-@pytest.mark.skipif(
-    installed("deepspeed") != SUPPORTED["deepspeed"].pinned, reason="0.18 has these keys"
-)
-@pytest.mark.parametrize("key", ["elasticity", "compression_training", "sparse_gradients", "amp"])
-def test_keys_that_the_installed_release_has_no_more_are_refused(key: str) -> None:
-    (line,) = deepspeed_refusals({**GOOD, key: {}}, None)
-    assert line.startswith(f"{key} = {{}}: DeepSpeed refuses it")
-
-
 # -- the block's own types -------------------------------------------------------------------------
-
-
-def numbers(
-    schema: dict[str, Any], defs: dict[str, Any], path: tuple[str, ...]
-) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Every key of the block that is a number or a switch alone, with its mode and its type."""
-    if "$ref" in schema:
-        schema = defs[schema["$ref"].rpartition("/")[2]]
-    for choice in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
-        mode = choice.get("$ref", "").rpartition("/")[2]
-        if mode:
-            yield from numbers(choice, defs, (*path, mode))
-    for key, part in schema.get("properties", {}).items():
-        kinds = {choice.get("type") for choice in part.get("anyOf", (part,))}
-        if (
-            kinds & {"integer", "number", "boolean"}
-            and not kinds & {"string"}
-            and "enum" not in part
-        ):
-            yield (*path, key), next(iter(kinds - {"null"}))
-        else:
-            yield from numbers(part, defs, (*path, key))
-
-
-def test_no_number_and_no_switch_of_the_block_is_taken_from_another_type() -> None:
-    """As `docs/config.schema.json` says: text, true and false are no numbers, and numbers are no
-    switches.
-    """
-    schema = json_schema()
-    found = sorted(set(numbers(schema, schema["$defs"], ())))
-    assert len(found) > 25
-    modes = {
-        name: part["properties"]["mode"]["default"]
-        for name, part in schema["$defs"].items()
-        if "mode" in part.get("properties", {})
-    }
-    for path, kind in found:
-        wrong: list[Any] = ["1", " 4 ", [1], {}, 1 if kind == "boolean" else True]
-        for value in wrong:
-            block: Any = {path[-1]: value}
-            if path[0] == "sync":
-                block = {"sync": {"mode": modes[path[1]], path[-1]: value}}
-            elif len(path) > 1:
-                block = {path[0]: {path[-1]: value}}
-            with pytest.raises(ValueError, match=path[-1]) as caught:
-                ZeroTopoConfig.parse(block)
-            assert "\n" not in str(caught.value)
 
 
 # -- reading ---------------------------------------------------------------------------------------

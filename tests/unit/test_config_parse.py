@@ -6,18 +6,16 @@ and way out.
 from __future__ import annotations
 
 import json
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from zero_topo.config import AUTO, SCHEMES, DenseSync, ZeroTopoConfig, json_schema
-from zero_topo.config.models import SchemeSetting
+from zero_topo.config import DenseSync, ZeroTopoConfig, json_schema
 from zero_topo.config.modes import SYNC_MODES
-from zero_topo.config.parts import Domain, QuantizeConfig
-from zero_topo.topology.model import DOMAINS
+from zero_topo.config.parts import QuantizeConfig
 
 MISTAKES: list[tuple[Any, list[str]]] = [
     (
@@ -28,10 +26,6 @@ MISTAKES: list[tuple[Any, list[str]]] = [
         {"quantize": {"weigths": "int8"}},
         ["zero_topo.quantize.weigths: unknown key", "did you mean 'weights'?"],
     ),
-    (
-        {"sync": {"mode": "dense", "reducee": "x"}},
-        ["zero_topo.sync.reducee: unknown key", "did you mean 'reduce'?"],
-    ),
     ({"scheme": "tpo"}, ['zero_topo.scheme: "tpo"', "did you mean 'topo'?", "'zero3'"]),
     ({"sync": {"mode": "dens"}}, ['zero_topo.sync.mode: "dens"', "did you mean 'dense'?"]),
     (
@@ -39,10 +33,7 @@ MISTAKES: list[tuple[Any, list[str]]] = [
         ["zero_topo.sync.reduce", "'reduce_scatter', 'ring' or 'all_reduce'"],
     ),
     ({"sync": None}, ["zero_topo.sync: must be a JSON object, got null"]),
-    ({"quantize": None}, ["zero_topo.quantize: must be a JSON object, got null"]),
-    ({"quantize": "int8"}, ['zero_topo.quantize: must be a JSON object, got "int8"']),
     ({"quantize": {"weights": "int2"}}, ["zero_topo.quantize.weights", "'int8'"]),
-    ({"quantize": {"weights": "nf4"}}, ["zero_topo.quantize.weights", "'int8'"]),
     (
         {"quantize": {"gradients": "nf8"}},
         ["zero_topo.quantize.gradients", "'int8', 'int4' or 'nf4'"],
@@ -51,15 +42,12 @@ MISTAKES: list[tuple[Any, list[str]]] = [
     ({"weights": "gpus"}, ['zero_topo.weights: "gpus"', "did you mean 'gpu'?", "integer >= 1"]),
     ({"weights": True}, ["zero_topo.weights: true"]),
     ({"weights": 2.0}, ["zero_topo.weights: 2.0"]),
-    ({"gradients": 0}, ["zero_topo.gradients: 0"]),
     ({"optimizer": "2"}, ['zero_topo.optimizer: "2"', "integer >= 1"]),
-    ({"secondary": "nodes"}, ["zero_topo.secondary", "did you mean 'node'?"]),
     ({"weights": "none", "scheme": "topo"}, ['zero_topo.weights: "none"']),
     ({"topology": 3}, ["zero_topo.topology", "preset", "got 3"]),
     ({"overlap": "yes"}, ["zero_topo.overlap", '"yes"']),
     ({"accumulation_dtype": "float32"}, ["zero_topo.accumulation_dtype", "'fp32'"]),
     ([1], ["zero_topo: must be a JSON object, got [1]"]),
-    (True, ["zero_topo: must be a JSON object, got true"]),
     (
         {"weights": "gpu", "gradients": "node"},
         ["zero_topo: ", "without a scheme", "optimizer missing"],
@@ -151,11 +139,6 @@ def test_the_block_is_found_in_a_deepspeed_config_and_absence_is_none() -> None:
     assert found is not None and found.scheme == "hsdp"
     with pytest.raises(ValueError, match="must be a JSON object, got null"):
         ZeroTopoConfig.from_ds_config({"zero_topo": None})
-
-
-def test_names_agree_with_the_rooms_they_come_from() -> None:
-    assert set(get_args(SchemeSetting)) == {*SCHEMES, AUTO}
-    assert get_args(Domain) == DOMAINS
 
 
 def test_each_mode_of_sync_is_selected_by_its_name_and_offered_by_the_schema() -> None:

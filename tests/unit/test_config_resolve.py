@@ -131,23 +131,6 @@ def test_an_impossible_plan_is_refused_with_the_rule_it_breaks(
         resolve(**block)
 
 
-def test_notes_tell_of_sync_publish_and_groups_exactly_when_they_happen() -> None:
-    def has(config: ResolvedConfig, word: str) -> bool:
-        return any(note.startswith(word) for note in config.notes)
-
-    topo, zero3, hsdp = (resolve(scheme=scheme) for scheme in ("topo", "zero3", "hsdp"))
-    assert has(
-        topo, "gradient reduction between 2 groups of 4 ranks (sync): dense, reduce reduce_scatter"
-    )
-    assert not has(zero3, "gradient reduction")
-    assert has(topo, "all-gather of updated weights") and not has(
-        hsdp, "all-gather of updated weights"
-    )
-    two_steps = "reduce-scatter of gradients in two steps: 4 ranks inside a node, then 2 nodes"
-    assert has(resolve(scheme="zero++"), two_steps)
-    assert not has(topo, "reduce-scatter")
-
-
 def test_the_resolved_config_is_json_for_reports() -> None:
     report = resolve(scheme="topo", quantize={"resident": "int8"}).to_json()
     assert report["degrees"] == {"weights": 2, "secondary": None, "gradients": 4, "optimizer": 8}

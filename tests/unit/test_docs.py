@@ -24,11 +24,6 @@ IMAGE = re.compile(r'(?:src|srcset)="([^"]+)"')
 PATH = re.compile(
     r"(?<![\w/.-])((?:zero_topo|tests|configs|neox_configs|csrc|op_builder|benchmarks|docs)/[\w./-]*\w)"
 )
-TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
-WIDEST_TABLE, WIDEST_CODE = 120, 100
-"""Letters that fit a page in a window of 1,400 pixels, as ``tests/e2e/test_pages.py`` measured them
-in a browser.
-"""
 MAKE = re.compile(r"\bmake ([a-z][a-z-]+)")
 
 
@@ -95,29 +90,6 @@ def test_json_blocks_are_valid_configs(document: Path) -> None:
         block = ZeroTopoConfig.from_ds_config(config)
         for ranks in (16, 384):
             assert block is None or before_a_model(block, load_preset("frontier", ranks))
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_tables_and_code_fit_a_page(page: Path) -> None:
-    """Without a browser: a column is as wide as its longest word; lines of JSON and Python do not
-    wrap.
-    """
-    text = page.read_text()
-    wide = {table.splitlines()[0]: table_width(table) for table in TABLE.findall(text)}
-    assert not {head: width for head, width in wide.items() if width > WIDEST_TABLE}
-    code = [body for language, body in FENCE.findall(text) if language in ("json", "python")]
-    assert not [line for body in code for line in body.splitlines() if len(line) > WIDEST_CODE]
-
-
-def table_width(table: str) -> int:
-    """Letters of the longest word of each column, and four for its edges."""
-    cells = [
-        re.sub(r"\]\([^)]*\)|[`*]", "", line).strip("| ").split("|") for line in table.splitlines()
-    ]
-    return sum(
-        4 + max(len(word) for cell in column for word in re.split(r"[\s-]", cell))
-        for column in zip(*cells, strict=False)
-    )
 
 
 def test_ci_runs_the_readmes_command() -> None:

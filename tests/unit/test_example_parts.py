@@ -34,16 +34,6 @@ def test_standard_library_leaves_out_tests_and_packages(tmp_path: Path) -> None:
     ] == kept
 
 
-def test_this_pythons_library_is_enough_to_train_on() -> None:
-    """The default data exists where Python does: some ten megabytes, mostly text, parts that
-    differ.
-    """
-    corpus = Corpus.load(None, 128)
-    assert len(corpus.train) > 5_000_000 and len(corpus.evaluation) > 200_000
-    assert corpus.train.dtype == torch.uint8
-    assert bytes(corpus.train[:2000].tolist()) != bytes(corpus.evaluation[:2000].tolist())
-
-
 def test_data_takes_a_file_or_a_folder(tmp_path: Path) -> None:
     """One piece in twenty is kept for evaluation, and together the parts are the whole text."""
     path = tmp_path / "text"
@@ -106,12 +96,6 @@ def test_the_model_does_not_see_the_future() -> None:
     changed[0, 5] = (changed[0, 5] + 1) % 256
     before, after = model(tokens), model(changed)
     assert torch.equal(before[:, :5], after[:, :5]) and not torch.equal(before[:, 5:], after[:, 5:])
-
-
-def test_a_width_that_heads_do_not_divide_is_refused() -> None:
-    """The message has both numbers."""
-    with pytest.raises(ValueError, match="width 10 does not divide into 4 heads"):
-        GPT(width=10)
 
 
 def test_arguments_are_deepspeeds_own() -> None:

@@ -65,13 +65,6 @@ def test_accelerate_fills_what_it_knows_and_leaves_the_block_alone() -> None:
     assert block is not None and (block.topology, block.scheme) == ("auto", "auto")
 
 
-def test_accelerate_still_refuses_an_auto_outside_the_block() -> None:
-    """The hook skips keys of the block and no others."""
-    plugin = accelerate.DeepSpeedPlugin(hf_ds_config=config())
-    with pytest.raises(ValueError, match="reduce_bucket_size"):
-        plugin.deepspeed_config_process(must_match=False, **FILLED)
-
-
 def test_the_trainers_config_leaves_the_block_alone() -> None:
     """It fills keys by name from its arguments; "auto" in the block survives."""
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig

@@ -209,34 +209,6 @@ def test_every_preset_can_be_launched_on() -> None:
         )
 
 
-def test_sites_with_one_network_have_their_own_values() -> None:
-    """Rows of Slingshot are shared; the value of a site, and its source, replace Frontier's."""
-    found = {}
-    for name in ("frontier", "alps", "el-capitan", "aurora", "perlmutter", "lumi-g"):
-        found[name] = {setting.name: setting for setting in load_launch_machine(name).doctors}
-    values = {name: of.get("FI_CXI_RX_MATCH_MODE") for name, of in found.items()}
-    assert {name: of and of.use.partition("=")[2] for name, of in values.items()} == {
-        "frontier": "hybrid",
-        "alps": "software",
-        "el-capitan": "hybrid",
-        "aurora": "hybrid",
-        "perlmutter": None,
-        "lumi-g": None,
-    }
-    assert found["alps"]["NCCL_NET"].bash == 'NCCL_NET="AWS Libfabric"'
-    assert found["lumi-g"]["NCCL_SOCKET_IFNAME"].use == "NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3"
-    for name, site in (
-        ("alps", "CSCS"),
-        ("perlmutter", "NERSC"),
-        ("aurora", "ALCF"),
-        ("el-capitan", "HPC-launcher"),
-    ):
-        slingshot = [
-            setting for setting in found[name].values() if setting.name.startswith(("FI_", "NCCL_"))
-        ]
-        assert slingshot and all(site in setting.source for setting in slingshot)
-
-
 def test_the_script_for_el_capitan_is_fluxs(run: Run) -> None:
     """Directives, time limit and host of rank 0 as Flux has them; every rank sees all APUs."""
     words = [
@@ -378,14 +350,6 @@ def test_options_after_the_program_are_the_programs(run: Run) -> None:
         "2",
     )
     assert "#SBATCH --nodes=1" in out and out.endswith("  python train.py --lr 3 --nodes 2\n")
-
-
-def test_a_partition_given_replaces_the_machines(run: Run) -> None:
-    for words, expected in (([], "standard-g"), (["--partition", "dev-g"], "dev-g")):
-        _, out, _ = run("launch", "slurm", "--machine", "lumi-g", *WHO, *words, "--", "true")
-        assert [line for line in out.splitlines() if "--partition" in line] == [
-            f"#SBATCH --partition={expected}"
-        ]
 
 
 @pytest.mark.parametrize(

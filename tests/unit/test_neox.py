@@ -84,15 +84,6 @@ def test_a_config_that_works_gets_the_answer_of_check(capsys: pytest.CaptureFixt
     assert "384 ranks" in out and out.endswith("ok\n")
 
 
-def test_neox_builds_adam_on_the_cpu_itself(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """DeepSpeed does not know it by that name."""
-    change = {"zero_optimization": OFFLOAD, "optimizer": {"type": "cpu_adam", "params": {}}}
-    file = write(tmp_path / "x.yml", GOOD | change)
-    assert main(["check", file, "--ranks=8"]) == 0, capsys.readouterr().err
-
-
 def test_neox_drops_its_own_defaults() -> None:
     """As NeoX does: clipping of 1.0 would not arrive but for the extra arguments, which win."""
     assert "gradient_clipping" not in deepspeed_config({"gradient_clipping": 1.0})

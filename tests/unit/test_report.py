@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from tests.commands import Run
 from tests.plans import resolve
 from zero_topo.cost import Workload, memory_bytes, step_bytes
 from zero_topo.observe.report import Stats, build_report
@@ -119,20 +118,6 @@ def test_report_prints_every_number_again_from_its_folder(folder: Path) -> None:
     for word in (*named, "gather forward 250", "union 0.03", PEAK):
         assert word in text, word
     assert json.loads((folder / "report.json").read_text()) == report
-
-
-def test_report_of_stock_zero3_says_so(folder: Path, run: Run) -> None:
-    """A run without the block has losses and a plot, no bytes, and a sentence that says why, in the
-    command's words.
-    """
-    report = build_report(folder, None, [], **RESULT)
-    status, out, _ = run("report", str(folder))
-    assert (status, report["zero_topo"]) == (0, None) and "A model" in out and "stock ZeRO-3" in out
-    assert json.loads(run("report", str(folder), "--json")[1]) == report
-    assert (folder / "loss.png").exists() and not (folder / "bytes.png").exists()
-    # As of a run without steps
-    (folder / "report.json").write_text(json.dumps({**report, "seconds_per_step": None}))
-    assert "per step" in out and "per step" not in render(folder)
 
 
 def test_log_keeps_steps_and_evaluations_in_order(folder: Path) -> None:

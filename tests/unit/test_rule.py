@@ -79,26 +79,6 @@ def test_degrees_nest_with_the_machine() -> None:
     assert aligned_degrees(load_preset("aurora", 24)) == [1, 2, 4, 6, 12, 24]
 
 
-def test_the_first_note_has_the_numbers_of_the_rule() -> None:
-    """What fewer ranks would need, what the plan needs of how much, and for what it was counted."""
-    job = SIZES[70]
-    machine = replace(DGX, memory_per_rank=80 * GB)
-    chosen = choose(parse(), machine, job)
-
-    def gigabytes(weights: int, gradients: int) -> str:
-        plan = {"weights": weights, "gradients": gradients, "optimizer": 32}
-        return f"{needed(resolve(machine, **plan), job) / GB:.2f} GB"
-
-    line = chosen.notes[0]
-    assert line.startswith(
-        "scheme auto, the default here: "
-        f"weights on 8 ranks (4 ranks would need {gigabytes(4, 32)}), "
-        f"gradients on 16 ranks (8 ranks would need {gigabytes(8, 8)}), "
-        f"optimizer states on 32 ranks; needs {gigabytes(8, 16)} of the 72.00 GB"
-    )
-    assert "70.0B parameters" in line and "1 x 2,048 tokens a micro-batch" in line
-
-
 def test_keys_of_the_user_are_kept() -> None:
     """Degrees and formats; a key that fits no plan is an error with the reason."""
     block = parse(scheme="auto", gradients="node", quantize={"weights": "int8"}, secondary="node")

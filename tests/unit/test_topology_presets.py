@@ -14,36 +14,6 @@ import pytest
 from tests.steps import shape
 from zero_topo.topology import load_preset, preset_names
 from zero_topo.topology.presets import Machine, emulated_from_json, load_machine, machine_of_cluster
-from zero_topo.units import GB
-
-GCD = 68_702_699_520
-"""Bytes that a device of an MI250X reports."""
-GH200 = 97_871 * 1024**2
-
-
-@pytest.mark.parametrize(
-    ("name", "gpus", "dies", "memory", "links"),
-    [
-        ("frontier", 4, 2, GCD, {"gpu": 200 * GB, "node": 50 * GB, "world": 12.5 * GB}),
-        ("lumi-g", 4, 2, GCD, {"gpu": 200 * GB, "node": 50 * GB, "world": 12.5 * GB}),
-        ("dgx-a100", 8, 1, 81049 * 1024**2, {"node": 300 * GB, "world": 25 * GB}),
-        ("dgx-h100", 8, 1, 81559 * 1024**2, {"node": 450 * GB, "world": 50 * GB}),
-        ("gb200-nvl72", 72, 1, 186 * GB, {"node": 900 * GB, "world": 50 * GB}),
-        ("perlmutter", 4, 1, 42_298_834_944, {"node": 300 * GB, "world": 25 * GB}),
-        ("aurora", 6, 2, 64 * GB, {"gpu": 197 * GB, "node": 15 * GB, "world": 16.6e9}),
-        ("el-capitan", 4, 1, 120 * GB, {"node": 384 * GB, "world": 25 * GB}),
-        ("alps", 4, 1, GH200, {"node": 450 * GB, "world": 25 * GB}),
-        ("jupiter", 4, 1, GH200, {"node": 450 * GB, "world": 25 * GB}),
-        ("vista", 1, 1, GH200, {"world": 50 * GB}),
-    ],
-)
-def test_a_machine_has_its_published_shape_and_rates(
-    name: str, gpus: int, dies: int, memory: int, links: dict[str, float]
-) -> None:
-    topology = load_preset(name, 2 * gpus * dies)
-    assert shape(topology) == (2, gpus, dies)
-    assert topology.memory_per_rank == memory
-    assert {domain: link.bandwidth for domain, link in topology.links.items()} == links
 
 
 @pytest.mark.parametrize("name", preset_names())

@@ -99,14 +99,3 @@ def test_pip_and_make_go_by_the_same_table() -> None:
     make = (ROOT / "Makefile").read_text()
     assert f"TORCH_VERSION := {SUPPORTED['torch'].pinned}." in make
     assert f"GPU_BUILT := deepspeed=={SUPPORTED['deepspeed'].pinned}\n" in make
-
-
-def test_the_docs_name_the_same_releases() -> None:
-    """The README and the page of what works with what."""
-    for name in ("README.md", "docs/works-with.md"):
-        text = (ROOT / name).read_text()
-        for package, known in {
-            "DeepSpeed": SUPPORTED["deepspeed"],
-            "PyTorch": SUPPORTED["torch"],
-        }.items():
-            assert f"{known.oldest.removesuffix('.0')} to {known.newest}" in text, (name, package)
