@@ -43,8 +43,8 @@ def ds_config(folder: Path, name: str, block: dict[str, Any] | None) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Launch, Launch]:
-    """Six steps under topo with a checkpoint, then two more from it under stock ZeRO-3: a folder
-    and both launches.
+    """Six steps under topo with a checkpoint, by DeepSpeed's own launcher, then two more from it
+    under stock ZeRO-3: a folder and both launches.
     """
     folder = tmp_path_factory.mktemp("example")
     (folder / "text").write_bytes((ROOT / "LICENSE").read_bytes() * 5)
@@ -65,7 +65,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Launch, Launch
     launches = [
         launch(
             [*common, "--deepspeed_config", str(config), *words],
-            LaunchSettings(folder / f"log-{config.stem}", world_size=4, timeout_s=200, forked=True),
+            LaunchSettings(folder / f"log-{config.stem}", 4, 600, forked=words is second),
         )
         for config, words in (
             (ds_config(folder, "topo", block), first),

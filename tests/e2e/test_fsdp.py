@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import zero_topo.fsdp as topo
 from tests.harness import run_threads
-from tests.launching import ROOT, free_port
+from tests.launching import ROOT, LaunchSettings, free_port, succeeded
 
 EXAMPLE = "zero_topo/examples/train_fsdp.py"
 MACHINE = {"emulated": {"nodes": 2, "gpus_per_node": 1, "gcds_per_gpu": 2}}
@@ -43,6 +43,7 @@ def launched(ranks: int, *words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_leave_waits_for_an_asynchronous_checkpoint(tmp_path: Path) -> None:
     """And for executors and threads, on all ranks: their collectives come before its barrier."""
     launched(2, "tests/e2e/programs/leaves.py", str(tmp_path))
@@ -53,9 +54,10 @@ def test_leave_waits_for_an_asynchronous_checkpoint(tmp_path: Path) -> None:
     assert torch.equal(state["weight 1"], torch.ones(1000)) and state["step"] == 3
 
 
-def trained(ranks: int, *words: str) -> list[float]:
+def trained(logs: Path, ranks: int, *words: str) -> list[float]:
     """The losses that the example prints."""
-    printed = launched(ranks, EXAMPLE, *words, "--data", "LICENSE")
+    command = [EXAMPLE, *words, "--data", "LICENSE"]
+    printed = succeeded(command, LaunchSettings(logs, ranks, forked=True)).log(0)
     return [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", printed)]
 
 
@@ -77,12 +79,12 @@ def test_the_example_trains_and_resumes_on_half_the_ranks(
         str(tmp_path / "report"),
         *words,
     ]
-    first = trained(4, "--steps", "6", *common)
+    first = trained(tmp_path / "first", 4, "--steps", "6", *common)
     report = json.loads((tmp_path / "report" / "report.json").read_text())["zero_topo"]
     assert report["ranks"] == 4
     assert all(row["min"] == row["max"] == row["formula"] for row in report["sent"] if row["max"])
     assert first[-1] < first[0] - 0.1
-    again = trained(2, "--steps", "2", *common)
+    again = trained(tmp_path / "again", 2, "--steps", "2", *common)
     assert again[0] < first[0] - 0.1
 
 

@@ -31,9 +31,9 @@ def test_launcher_suite(
     """Every test in tests/launcher passes on every rank, and the launch ends by itself with exit
     code 0.
 
-    Those that need three levels run under DeepSpeed's launcher on eight ranks, the others on four
-    that are forked, but on a GPU, which a process may not share with its children; what is long
-    only where it is asked for.
+    Those that need three levels run on eight ranks, the others on four. Ranks are forked, but on a
+    GPU, which a process may not share with its children. What is long runs only where it is asked
+    for.
     """
     option = request.config.getoption
     selection = option("--launcher-k")
@@ -46,7 +46,7 @@ def test_launcher_suite(
         log_dir=tmp_path / "launch",
         world_size=ranks,
         timeout_s=option("--launcher-timeout"),
-        forked=ranks != 8 and not (ON_GPU or option("--launcher-real")),
+        forked=not (ON_GPU or option("--launcher-real")),
         on_text=show,
     )
     with capfd.disabled():
