@@ -1,6 +1,6 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Gradient shards: sums by the backend, staged scatters, and the end of an engine in the middle of a
-step. What scatter and sync give is tested in ``test_phases.py``.
+"""Gradient shards: sums by the backend, staged scatters, and the end of an engine in the middle of
+a step. What scatter and sync give is tested in ``test_phases.py``.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from torch import Tensor
 
@@ -489,6 +490,20 @@ class TopoStage3(Stock):
             if self.offload_optimizer:
                 self.note_norms()
         return super()._get_norm_groups()
+
+    def get_grad_norm_direct(
+        self, gradients: list[Tensor], params: list[Any], norm_type: float = 2
+    ) -> Tensor:
+        """Return the norm of a sub-group. Its gradients are neighbours in the own row, so two
+        kernels take the place of two for each.
+        """
+        # With tensor parallelism DeepSpeed counts replicated parameters on one rank alone.
+        counted_alike = len({is_model_parallel_parameter(param) for param in params}) == 1
+        if norm_type == 2 and counted_alike:
+            gradients = [
+                self._parts.own_gradient(self.grad_position[self.get_param_id(params[0])][0])
+            ]
+        return super().get_grad_norm_direct(gradients, params, norm_type)
 
     def note_norms(self) -> None:
         """Set the norms of the own part of each gradient, as DeepSpeed's reduction does for

@@ -164,6 +164,11 @@ class Parts:
         param_index = part.gathers.param_indices[param.ds_id]
         return gradients.layout.parameter(gradients.own_row[None], param_index)[0]
 
+    def own_gradient(self, sub_group: int) -> Tensor:
+        """Return a sub-group's gradients in the own row of its engine, ``[columns]``."""
+        begin, end = self.columns[sub_group]
+        return self.at(sub_group).gradients.own_row[begin:end]
+
     def own_offset(self, sub_group: int) -> int:
         """Return the elements before the row of DeepSpeed's layout in a sub-group's masters."""
         begin, end = self.columns[sub_group]

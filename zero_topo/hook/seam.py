@@ -94,6 +94,7 @@ REQUIRED: tuple[tuple[type | ModuleType, str], ...] = (
     (Stock, "step(self, closure)"),
     (Stock, "zero_grad(self, set_to_none)"),
     (Stock, "_get_norm_groups(self)"),
+    (Stock, "get_grad_norm_direct(self, gradients, params, norm_type)"),
     (Stock, "independent_gradient_partition_epilogue(self)"),
     (Stock, "_get_fp32_grad_state_partition(self, param, release_swap_buffers)"),
     (Stock, "_fp32_state_allgather(self, param, fp32_state_partition)"),
