@@ -148,5 +148,5 @@ class BareStep:
 
     def _publish(self) -> None:
         weights = self.engine.weights
-        weights.mark_updated(masters=self._masters if weights.needs_masters else None)
+        weights.update(self._masters)
         weights.wait_for_publish()

@@ -71,8 +71,8 @@ def test_exact_weights_are_saved_and_loaded(rank: int, shared_path: Path) -> Non
 
 def frozen_codes(engine: Any) -> list[Tensor]:
     """What a rank stores of each frozen parameter, copied."""
-    frozen = engine.optimizer.topo.sets[1]
-    return [shard.data.clone() for shard in frozen.storage.shards]
+    forward = engine.optimizer.topo.sets[1].forward
+    return [form.data.clone() for form in forward.forms]
 
 
 def spoilt(model: nn.Module) -> nn.Module:

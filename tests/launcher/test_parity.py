@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import cache
 
 import pytest
+from torch import Tensor
 
 from tests.launcher.training import Job, advance, block, largest_difference, running, train
 from tests.marks import core, cores
@@ -57,7 +58,16 @@ def cross_node_sync(topo: Stage3) -> None:
 
 
 def publish(topo: Stage3) -> None:
-    topo.weights.mark_updated = lambda *_: whole_weights(topo)._renew(range(len(topo.parameters)))  # type: ignore[method-assign]
+    weights = whole_weights(topo)
+    update = weights.update
+
+    def unpublished(masters: Tensor, param_indices: range) -> None:
+        update(masters, param_indices)
+        weights._updates.clear()
+        weights._stale.clear()
+        weights._renew(param_indices)
+
+    weights.update = unpublished  # type: ignore[assignment,method-assign]
 
 
 def zeroing_of_gradients(topo: Stage3) -> None:

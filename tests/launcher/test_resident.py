@@ -62,7 +62,7 @@ def follow(engine: Any, step: int) -> None:
         (gathered,) = topo.weights.gather([index], "gather_forward").wait()
         (exact,) = topo.weights.gather([index], "gather_exact").wait()
         assert torch.equal(exact, master.to(exact.dtype)), names[param]
-        if not topo.weights.storage.coded[index]:
+        if not topo.weights.coded[index]:
             continue
         rows = nn.functional.pad(master, (0, topo.layout.padded_numels[index] - len(master)))
         rows = rows.view(topo.layout.plan.world_size, -1)

@@ -81,7 +81,7 @@ def configs(block: dict[str, Any], rank: int) -> tuple[ResolvedConfig, ResolvedC
 def fill(stage: Stage3, params: list[Tensor]) -> None:
     """Give each rank its own shard, as DeepSpeed would."""
     plan, rank = stage.config.plan, stage.layout.rank
-    stage.weights.storage.own_row.copy_(torch.cat([shards(plan, param)[rank] for param in params]))
+    stage.weights.own_row.copy_(torch.cat([shards(plan, param)[rank] for param in params]))
     stage.restart()
 
 
@@ -121,11 +121,7 @@ def test_an_engine_of_experts_works_next_to_that_of_all_ranks(name: str) -> None
             difference = stage.gradients.optimizer_rows() - rows_of(stage, mean)
             gradient_error = max(gradient_error, float(difference.abs().max()))
             masters = rows_of(stage, [param + 0.01 for param in params])
-            if stage.weights.needs_masters:
-                stage.weights.mark_updated(masters=masters)
-            else:
-                stage.weights.storage.own.copy_(masters)
-                stage.weights.mark_updated()
+            stage.weights.update(masters)
         for stage, _, _ in reversed(model):
             stage.end_step(skipped=False)
         for stage, params, _ in model:

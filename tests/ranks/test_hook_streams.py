@@ -253,7 +253,7 @@ def load(deepspeed: DeepSpeed, optimizer: Any) -> None:
     optimizer.checkpoint_event_prologue()
     for master in deepspeed.masters:
         master.mul_(0.5)
-    engine.weights.storage.own_row.mul_(0.5)
+    engine.weights.own_row.mul_(0.5)
     engine.load_state_dict(saved)
     engine.restart()
 
@@ -344,7 +344,7 @@ def test_whatever_follows_a_step(name: str) -> None:
         stock["empty_partition_cache"] = MagicMock()
         optimizer.__dict__ |= {
             "fp32_partitioned_groups_flat": deepspeed.masters,
-            "lp_param_buffer": deepspeed.engine.weights.storage.own_row,
+            "lp_param_buffer": deepspeed.engine.weights.own_row,
             "fp16_partitioned_groups_flat": [],
             "module": torch.nn.Module(),
             "optimizer": SimpleNamespace(state={}),

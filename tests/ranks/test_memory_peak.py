@@ -59,7 +59,7 @@ def step(engine: Stage3, masters: Tensor, bucket: int) -> None:
     gradient = engine.gradients.optimizer_rows().to(torch.float32, copy=True)
     masters.sub_(gradient)
     del gradient
-    engine.weights.mark_updated(masters=masters if engine.weights.needs_masters else None)
+    engine.weights.update(masters)
     engine.weights.wait_for_publish()
     engine.end_step(skipped=False)
 

@@ -75,14 +75,12 @@ def trained(w: World, mixed: bool) -> list[Tensor]:
             engine.gradients.sync()
             trainer.update(engine.gradients.optimizer_rows().clone(), lambda _: 0.1)
             masters = trainer.table(trainer.masters)
-            if not weights.needs_masters:
-                weights.storage.own.copy_(masters)
             for part in (range(len(NUMELS))[part] for part in PARTS):
                 begin, end = (
                     engine.layout.shard_ranges(part)[0][0],
                     engine.layout.shard_ranges(part)[-1][1],
                 )
-                weights.mark_updated(part, masters[:, begin:end] if weights.needs_masters else None)
+                weights.update(masters[:, begin:end], part)
             assert all(
                 tensor.isfinite().all()
                 for tensor in weights.gather(PERSISTENT, "gather_exact").wait()

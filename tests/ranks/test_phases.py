@@ -54,14 +54,13 @@ class Engine:
 
     def load(self, trained: Tensor, frozen: Tensor, masters: Tensor, state: Any) -> None:
         """Start from the rank's own world shards ``[F]`` and, unless it is None, a saved state."""
-        storage = self._made.weights.storage
-        storage.own_row.copy_(trained)
+        self._made.weights.own_row.copy_(trained)
         if state is not None:
             self._made.load_state_dict(state)
         if self._case.trained:
             self._made.restart(masters)
         if self._case.frozen:
-            self._made.sets[1].storage.own_row.copy_(frozen)
+            self._made.sets[1].own_row.copy_(frozen)
             self._made.restart_frozen()
 
     def _set_of(self, index: int) -> tuple[Weights, int]:
@@ -84,13 +83,7 @@ class Engine:
 
     def publish(self, indices: range, masters: Tensor) -> None:
         """The optimizer has updated these masters ``[N / O, columns]``."""
-        weights = self._made.weights
-        if weights.needs_masters:
-            weights.mark_updated(indices, masters)
-            return
-        columns = weights.storage.layout.columns_of(indices)
-        weights.storage.own[:, columns].copy_(masters.to(self._case.dtype))
-        weights.mark_updated(indices)
+        self._made.weights.update(masters, indices)
 
     def edit(self, index: int, full: Tensor) -> None:
         """A user has written a whole parameter."""

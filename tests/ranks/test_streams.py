@@ -20,7 +20,7 @@ from benchmarks.bare import fake_world
 from tests.marks import late
 from tests.ranks.worlds import BLOCKS, COMBINED, Q4, world
 from tests.streams import MAIN, Device, symbolic_device
-from zero_topo.engine.codes import CodeStore
+from zero_topo.engine.int8 import Int8
 from zero_topo.plan import Phase
 from zero_topo.sync import Moment
 
@@ -92,7 +92,7 @@ class DeepSpeed:
         engine.weights.publish_world()
         intervals = [engine.layout.shard_ranges(param_indices) for param_indices in model.groups]
         self.columns = [(interval[0][0], interval[-1][1]) for interval in intervals]
-        self.masters = [engine.weights.storage.own[:, a:b].float() for a, b in self.columns]
+        self.masters = [engine.weights.own[:, a:b].float() for a, b in self.columns]
 
     def fetch(self, param_indices: Sequence[int], phase: Phase) -> list[Tensor]:
         """As its coordinator does for one module."""
@@ -182,16 +182,11 @@ class DeepSpeed:
 
     def update(self, group: int) -> None:
         """One sub-group's masters, and the weights that become of them."""
-        weights, (begin, end), new = self.engine.weights, self.columns[group], self.masters[group]
+        (begin, end), new = self.columns[group], self.masters[group]
         with self.engine.watched(new.view(-1), begin, 0.1):
             new -= self.engine.gradients.optimizer_rows()[:, begin:end]
-        if weights.needs_masters:
-            self.engine.weights.mark_updated(
-                self.model.groups[group], new.clone() if self.offload else new
-            )
-        else:
-            weights.storage.own[:, begin:end].copy_(new)
-            self.engine.weights.mark_updated(self.model.groups[group])
+        masters = new.clone() if self.offload else new
+        self.engine.weights.update(masters, self.model.groups[group])
 
 
 @contextmanager
@@ -250,7 +245,7 @@ def test_a_run_is_sent_before_the_one_before_it_is_decoded(phase: Phase) -> None
         if phase == "sync":
             deepspeed.engine.gradients.sync()
         else:
-            deepspeed.engine.weights.mark_updated()
+            deepspeed.engine.weights.update(deepspeed.engine.weights.own.float())
             deepspeed.engine.weights.wait_for_publish()
         done = [name for _, name, _ in deepspeed.device.log]
     assert done.index("exchange", done.index("exchange") + 1) < done.index("decode")
@@ -288,7 +283,7 @@ def test_one_run_crosses_nodes_while_the_next_is_exchanged_inside(name: str, pha
         deepspeed.micro_batch(last=False)
         deepspeed.engine.weights.wait_for_publish()
         if phase == "publish":
-            deepspeed.engine.weights.mark_updated()
+            deepspeed.engine.weights.update(deepspeed.engine.weights.own.float())
         deepspeed.device.log = log = Clocks(deepspeed.device)
         if phase == "sync":
             deepspeed.engine.gradients.sync()
@@ -393,7 +388,7 @@ def test_the_host_waits_once_in_a_step() -> None:
     with job(BLOCKS["codes"], overlap_comm=True, model=model) as deepspeed:
         deepspeed.micro_batch(last=True)
         with patch.object(
-            CodeStore, "_agreed_sizes", autospec=True, side_effect=CodeStore._agreed_sizes
+            Int8, "_agreed_sizes", autospec=True, side_effect=Int8._agreed_sizes
         ) as agreed:
             deepspeed.step()
     assert agreed.call_count == 1

@@ -70,7 +70,7 @@ def publish(engine: Stage3) -> None:
     """Two parameters, from FP32 masters."""
     columns = sum(engine.layout.widths)
     masters = torch.zeros(engine.config.plan.world_size // engine.config.plan.optimizer, columns)
-    engine.weights.mark_updated(range(2), masters)
+    engine.weights.update(masters, range(2))
     engine.weights.start_publish()
     engine.weights.wait_for_publish()
 

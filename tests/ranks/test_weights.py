@@ -25,7 +25,7 @@ from tests.ranks.worlds import (
     world,
 )
 from zero_topo.cost import by_domain, memory_bytes, step_bytes
-from zero_topo.engine.copies import Copy
+from zero_topo.engine.buffer import Form
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.engine.weights import Weights
 from zero_topo.hook.parameters import ParameterGathers
@@ -104,7 +104,7 @@ def test_published_bytes_are_the_formula(scheme: str) -> None:
     def rank_main(rank: int) -> None:
         engine, _ = loaded(w, torch.bfloat16, chunk=600)
         engine.meter.reset_step()
-        engine.weights.mark_updated()
+        engine.weights.update(engine.weights.own.float())
         engine.end_step(skipped=False)
         engine.weights.wait_for_publish()
         engine.meter.end_step()
@@ -121,13 +121,13 @@ def test_what_never_changes_is_quantized_once(monkeypatch: pytest.MonkeyPatch) -
     """
     w = world({"scheme": "zero++", "quantize": {"secondary": "int8"}}, numels=TRAINED)
     stored = list[int]()
-    store = Copy.store
+    store = Form.store
 
-    def counting(copy: Copy, rows: Tensor) -> None:
+    def counting(form: Form, rows: Tensor) -> None:
         stored.append(rows.numel())
-        store(copy, rows)
+        store(form, rows)
 
-    monkeypatch.setattr(Copy, "store", counting)
+    monkeypatch.setattr(Form, "store", counting)
 
     def rank_main(rank: int) -> None:
         engine = bare_engine(w.config, matrices(TRAINED), torch.bfloat16, frozen=FROZEN)
@@ -143,12 +143,13 @@ def test_what_never_changes_is_quantized_once(monkeypatch: pytest.MonkeyPatch) -
 
 
 def unrefreshed(weights: Weights) -> None:
+    assert weights.secondary is not None
     weights.secondary.refresh = lambda param_indices: None  # type: ignore[method-assign]
-    weights.mark_updated()
+    weights.update(weights.own)
 
 
 def unfinished(weights: Weights) -> None:
-    weights.mark_updated()
+    weights.update(weights.own)
     weights.start_publish()
     weights._pending.clear()
 
@@ -187,15 +188,11 @@ def test_debug_checks_name_the_ranks_whose_replicas_differ(quantize: dict[str, A
         engine, _ = loaded(w)
         for _ in range(2):
             engine.end_step(skipped=False)
-            engine.weights.mark_updated(
-                masters=engine.weights.storage.own.float() if engine.weights.needs_masters else None
-            )
+            engine.weights.update(engine.weights.own.float())
             engine.weights.wait_for_publish()
         if rank == 5:
-            store = engine.weights.storage.store
-            copy: torch.Tensor = (
-                engine.weights.storage.primary if store is None else store.codes.stored
-            )
+            int8 = engine.weights.int8
+            copy = engine.weights.primary if int8 is None else int8.codes.stored
             copy.view(-1).view(torch.uint8)[3] ^= 1
         with pytest.raises(RuntimeError, match="ranks 1 and 5 share a weight shard") as caught:
             engine.end_step(skipped=False)
@@ -213,7 +210,7 @@ def test_debug_checks_pass_if_all_frozen_parameters_are_int8() -> None:
     def rank_main(rank: int) -> None:
         frozen = matrices([8 * BLOCK])
         engine = bare_engine(w.config, matrices(TRAINED), torch.bfloat16, frozen=frozen)
-        assert not engine.sets[1].storage.primary.numel()
+        assert not engine.sets[1].primary.numel()
         engine.end_step(skipped=True)
 
     run_threads(w.size, rank_main)
@@ -225,10 +222,10 @@ def test_what_is_not_finite_reaches_every_gather() -> None:
 
     def rank_main(rank: int) -> list[bool]:
         engine, _ = loaded(w, torch.bfloat16)
-        masters = engine.weights.storage.own.float()
+        masters = engine.weights.own.float()
         if rank == 3:
             masters[0, 2] = torch.nan
-        engine.weights.mark_updated(masters=masters)
+        engine.weights.update(masters)
         (found,) = engine.weights.gather((0,), "gather_forward").wait()
         return found.isnan().view(8, BLOCK).any(1).tolist()
 

@@ -206,7 +206,7 @@ def loaded(
     """
     engine, params = w.engine(dtype, chunk), w.params(dtype)
     plan, rank = w.config.plan, engine.layout.rank
-    row = engine.weights.storage.own_row
+    row = engine.weights.own_row
     for index, param in enumerate(params):
         engine.layout.parameter(row[None], index)[0].copy_(shards(plan, param)[rank])
     engine.weights.publish_world()
@@ -215,7 +215,7 @@ def loaded(
 
 def whole_weights(engine: Stage3) -> Weights:
     """Of an engine that holds weights as they are, not as INT8."""
-    assert engine.weights.storage.store is None
+    assert engine.weights.int8 is None
     return engine.weights
 
 

@@ -215,8 +215,8 @@ class Stage3:
         """
         int8 = None
         if self.config.resident_spec is not None:
-            numels = [numel for each in self.sets for numel in each.storage.layout.numels]
-            coded = [is_coded for each in self.sets for is_coded in each.storage.coded]
+            numels = [numel for each in self.sets for numel in each.layout.numels]
+            coded = [is_coded for each in self.sets for is_coded in each.coded]
             stored = sum(compress(numels, coded))
             int8 = (
                 f"stored as INT8: {sum(coded)} of {len(coded)} parameters, {stored} of "
@@ -239,7 +239,7 @@ class Stage3:
             masters: the masters of the rank's own row, FP32 ``[F]``; None before they exist.
         """
         # Before anything is sent: the padding of a file may be anything.
-        self.layout.clear_padding(self.weights.storage.own_row)
+        self.layout.clear_padding(self.weights.own_row)
         self.weights.publish_world(masters=masters)
         self.gradients.zero()
         self.meter.reset_step()
@@ -247,7 +247,7 @@ class Stage3:
     def restart_frozen(self) -> None:
         """Rebuild the shards of frozen parameters from each rank's own world shard. Collective."""
         for frozen in self.sets[1:]:
-            frozen.storage.layout.clear_padding(frozen.storage.own_row)
+            frozen.layout.clear_padding(frozen.own_row)
             frozen.publish_world()
             self.meter.reset_step()
 

@@ -30,8 +30,8 @@ Publish under forward
     parameters are published first, in separate runs: DeepSpeed gathers them at the end of the step,
     which waits for these runs only. Other runs follow in the order in which the model needs them:
     vectors, often a separate sub-group, are needed by the first module. A run is finished when a
-    gather first needs one of its parameters (:meth:`Weights.wait_for_publish`). Each parameter has
-    a version count, and a gather of a stale version raises an error instead of reading it.
+    gather first needs one of its parameters (:meth:`Weights.wait_for_publish`). A gather of a
+    parameter whose publish has not ended raises an error instead of reading it.
 
 Note [INT8 weights]
     A quantized gather rounds the weights of a shard to INT8 before it sends them, and nothing else
@@ -63,7 +63,7 @@ Note [Frozen]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 
@@ -79,14 +79,22 @@ from zero_topo.collectives.transport import (
     rows_of,
 )
 from zero_topo.config import ResolvedConfig
-from zero_topo.engine.codes import Begun, Update
-from zero_topo.engine.copies import Copy, Secondary, gather
-from zero_topo.engine.storage import Storage
-from zero_topo.mesh import Mesh
-from zero_topo.plan import Phase, packed_runs
+from zero_topo.engine.buffer import Buffer, forms_of
+from zero_topo.engine.int8 import Int8
+from zero_topo.engine.secondary import Secondary
+from zero_topo.engine.shards import Layout
+from zero_topo.mesh import Hierarchy, Mesh
+from zero_topo.plan import Phase, coded_params, packed_runs
 from zero_topo.quant.operands import merged, range_views
 from zero_topo.quant.ops import cast_to
+from zero_topo.quant.spec import BlockSpec, Format
 from zero_topo.sync import Parameter
+
+Update = tuple[Sequence[int], Tensor, int]
+"""Parameters, a table with their FP32 masters ``[N / O, columns]``, and its first column."""
+
+Begun = Iterator[tuple[Sequence[int], Handle[None]]]
+"""Runs in progress: the parameters that one collective carries, and its handle."""
 
 
 class Weights:
@@ -103,10 +111,17 @@ class Weights:
         frozen: whether no optimizer updates them; see Note [Frozen].
 
     Attributes:
-        storage: the memory of the weights.
-        secondary: the copies from which the backward pass gathers.
-        needs_masters: whether :meth:`mark_updated` needs the FP32 masters; it then updates the
-            optimizer's rows itself.
+        layout: of the parameters.
+        coded: by parameter, whether it is stored as INT8.
+        primary: ``[N / W, ...]`` in the model's dtype: the columns of parameters that are not INT8.
+        int8: the other parameters; None if there are none.
+        own: ``[N / O, F]``: the rows that this rank's optimizer updates; a strided view of the
+            primary if no weights are INT8.
+        own_row: ``[F]``, a view of ``own``: the rank's own world shard, DeepSpeed's flat parameter
+            buffer.
+        exact: by parameter, the buffer that exact gathers read.
+        forward: the buffer that forward gathers read.
+        secondary: the copies that backward gathers read; None if they read ``forward`` too.
     """
 
     def __init__(
@@ -120,53 +135,84 @@ class Weights:
         frozen: bool = False,
     ) -> None:
         plan = config.plan
+        numels = tuple(p.numel for p in parameters)
         self._mesh = mesh
         self._run_numel = run_numel
-        self._gathering = queues.gathers
-        self._queue = queues.updates
+        self._queues = queues
+        self._owners = mesh.hierarchy(plan.weights, plan.optimizer).metered("publish")
         # Persistent parameters are published first, the others in the order in which the model
         # needs them.
-        urgency = [(not p.persistent, p.place) for p in parameters]
-        self._planned = partial(runs_of, urgency, run_numel)
-        plain = [cast_to(p.sent or like.dtype) for p in parameters]
-        wires = [config.weights_spec or wire for wire in plain]
-        self.storage = storage = Storage(
-            config, parameters, like, wires, mesh, self._planned, self._queue
-        )
+        self._urgency = [(not p.persistent, p.place) for p in parameters]
         # On a GPU, recorded on the stream that changed the shards last; the next reader or writer
         # waits for it.
         self._updated: torch.Event | None = None
-        self._hierarchy = mesh.hierarchy(plan.weights, plan.optimizer).metered("publish")
-        self.needs_masters = storage.store is not None
-        # Each begins the runs of the updated parameters that it sends in its format.
-        self._codecs: list[Callable[[Sequence[Update]], Begun]] = [self._begin_rows]
-        if storage.store is not None:
-            self._codecs = [self._begin_rows_of_int8, self._begin_codes]
-        # By parameter: updates whose publish has not ended. The host counts them, and a gather
-        # raises unless there are none: no weights are read between an update and its publish's end.
-        self._unpublished = [0] * len(parameters)
+        # Parameters with an update whose publish has not ended: no gather reads them.
+        self._stale = set[int]()
         # Updates of this step whose publish has not begun: the first reader or the step's end
         # begins all.
         self._updates: list[Update] = []
         # Runs begun, oldest first: the queue's stream writes the shards; whoever has waited for the
         # handle may read.
         self._pending: list[tuple[Sequence[int], Handle[None]]] = []
-        degree = None
-        if config.resident_spec is None and plan.weights > 1:
-            degree = plan.secondary
-        copied = [config.secondary_spec or wire for wire in plain]
-        self.secondary = Secondary(storage.rows, mesh, storage.shards, degree, copied)
-        # Frozen weights do not change: what a forward gather captured, later ones read.
-        self._forward_reads_copies = frozen and self.secondary.captured
-        # By parameter, what a forward gather sends
-        self._forward = storage.shards
-        if degree == plan.weights and config.secondary_spec == config.weights_spec:
-            self._forward = self.secondary.copies
+        self.layout = Layout(plan, mesh.rank, numels)
+        self.coded: Sequence[bool] = [False] * len(numels)
+        if config.resident_spec is not None:
+            dims = [p.dims for p in parameters]
+            persistent = [p.persistent for p in parameters]
+            block = config.resident_spec.block_size
+            self.coded = coded_params(plan, numels, dims, persistent, block)
+        # What is INT8 has no columns in the primary.
+        kept = [0 if coded else numel for coded, numel in zip(self.coded, numels, strict=True)]
+        self._floats = Layout(plan, mesh.rank, tuple(kept))
+        self.primary = like.new_zeros(self._floats.shape(plan.weights))
+        self.own = self._floats.subset(self.primary, plan.weights, plan.optimizer)
+        plain = [cast_to(p.sent or like.dtype) for p in parameters]
+        wires = [config.weights_spec or wire for wire in plain]
+        self.forward = self._buffer_of_primary(wires)
+        self.exact = [self._buffer_of_primary([cast_to(like.dtype)] * len(wires))] * len(wires)
+        self.int8: Int8 | None = None
+        if config.resident_spec is not None:
+            self._build_int8(config.resident_spec)
+        self.own_row = self.own[self.layout.row(plan.optimizer)]
+        self.secondary: Secondary | None = None
+        if plan.secondary is not None and plan.weights > 1 and self.int8 is None and parameters:
+            wires = [config.secondary_spec or wire for wire in plain]
+            self.secondary = Secondary(
+                self.layout, mesh, self.primary, plan.secondary, wires, frozen
+            )
+            if plan.secondary == plan.weights and config.secondary_spec == config.weights_spec:
+                self.forward = self.secondary.buffer
+
+    def _buffer_of_primary(self, wires: Sequence[Format]) -> Buffer:
+        hierarchy = self._mesh.hierarchy(1, self.layout.plan.weights)
+        forms = forms_of(self._floats, self.primary, wires)
+        return Buffer(self.layout, hierarchy, forms, self.primary.dtype)
+
+    def _build_int8(self, spec: BlockSpec) -> None:
+        """Store some parameters as INT8, and exact rows of all (Note [INT8 weights])."""
+        layout = self.layout
+        degree = layout.plan.optimizer
+        self.int8 = Int8(layout, self.coded, spec, self.primary.device)
+        # Memory of its own: the primary has no columns of INT8 parameters.
+        self.own = self.primary.new_zeros(layout.shape(degree))
+        exact = [cast_to(self.own.dtype)] * len(self.coded)
+        forms = forms_of(layout, self.own, exact)
+        owners = Buffer(layout, self._mesh.hierarchy(1, degree), forms, self.own.dtype)
+        columns = [torch.arange(0, dtype=torch.int64, device="cpu")]
+        for index, (begin, end) in enumerate(layout.shard_ranges(range(len(exact)))):
+            if self.coded[index]:
+                # Exact values are with the owners alone; forward gathers send the INT8 weights as
+                # they are stored.
+                self.forward.forms[index] = self.int8.forms[index]
+                self.exact[index] = owners
+            else:
+                columns.append(torch.arange(begin, end, dtype=torch.int64, device="cpu"))
+        self._float_columns = torch.cat(columns).to(self.own.device)
 
     # -- gather ------------------------------------------------------------------------------------
 
     def gather(self, param_indices: Sequence[int], phase: Phase) -> Handle[list[Tensor]]:
-        """Gather whole parameters, with one collective per kind of copy.
+        """Gather whole parameters, with one collective for each buffer that is read.
 
         Args:
             param_indices: the parameters, with equal ``sent``, in the same order on every rank.
@@ -176,70 +222,80 @@ class Weights:
         Returns:
             On ``wait``: one flat tensor ``[numel]`` per parameter, in the model's dtype.
         """
-        return self._gathering.run(partial(self._start_gather, param_indices, phase))
+        return self._queues.gathers.run(partial(self._start_gather, param_indices, phase))
 
     def _start_gather(self, param_indices: Sequence[int], phase: Phase) -> Handle[list[Tensor]]:
         # A publish that runs under this forward ends where its weights are needed
         self.wait_for_publish(param_indices)
-        storage = self.storage
         secondary = self.secondary
-        exact = phase == "gather_exact"
-        reads_copies = self._forward_reads_copies or phase == "gather_backward"
-        # Exact rows of INT8 parameters are sharded over other ranks than the rest. Parameters that
-        # were not captured since their last change are gathered from the primary.
-        first = list[int]()
-        second = list[int]()
-        for param_index in param_indices:
-            if exact:
-                apart = storage.coded[param_index]
-            else:
-                apart = reads_copies and secondary.is_fresh(param_index)
-            (first if apart else second).append(param_index)
-        sources = (storage.exact, storage.exact) if exact else (secondary.copies, self._forward)
-        capture = secondary.capturing(second) if phase == "gather_forward" else None
-        parts = list[tuple[list[int], Handle[list[Tensor]]]]()
-        for copies, part in zip(sources, (first, second), strict=True):
-            if part:
-                begun = gather(copies, part, storage.layout, storage.primary, phase, capture)
-                parts.append((part, begun))
-        if len(parts) == 1:
-            return parts[0][1]
+        copies = capturing = None
+        if secondary is not None:
+            copies = secondary if phase in secondary.phases else None
+            captures = secondary.captured and phase == "gather_forward"
+            capturing = secondary if captures else None
+        # In the order of the list, so that all ranks begin the same collectives.
+        parts: dict[Buffer, list[int]] = {}
+        for index in param_indices:
+            source = self.exact[index] if phase == "gather_exact" else self.forward
+            # Parameters that were not captured since their last change are gathered from the
+            # primary.
+            if copies is not None and copies.is_fresh(index):
+                source = copies.buffer
+            parts.setdefault(source, []).append(index)
+        handles = []
+        for source, part in parts.items():
+            capture = None
+            if capturing is not None and source is self.forward:
+                capture = capturing.capture(part)
+            handles.append(source.gather(part, phase, capture))
+        if len(handles) == 1:
+            return handles[0]
 
         def finish(_: None) -> list[Tensor]:
-            whole = {
-                param_index: full
-                for part, handle in parts
-                for param_index, full in zip(part, handle.wait(), strict=True)
-            }
-            return [whole[param_index] for param_index in param_indices]
+            whole = dict[int, Tensor]()
+            for part, handle in zip(parts.values(), handles, strict=True):
+                whole |= zip(part, handle.wait(), strict=True)
+            return [whole[index] for index in param_indices]
 
         return Handle().then(finish)
 
     # -- updates -----------------------------------------------------------------------------------
 
-    def mark_updated(
-        self,
-        param_indices: range | None = None,
-        masters: Tensor | None = None,
-    ) -> None:
-        """Record updated optimizer rows or masters, for :meth:`start_publish`, which sends them to
-        all copies.
+    def update(self, masters: Tensor, param_indices: range | None = None) -> None:
+        """Take the updated masters of some parameters, for :meth:`start_publish`, which sends them
+        to all ranks that store these.
 
         Args:
+            masters: ``[N / O, columns]``; those that INT8 weights follow must not change until the
+                step has ended.
             param_indices: consecutive parameters; None is all.
-            masters: their masters ``[N / O, columns]``, if needed; unchanged until the step has
-                ended.
         """
-        storage = self.storage
         if param_indices is None:
-            param_indices = range(len(storage.coded))
+            param_indices = range(len(self.coded))
         self.wait_for_publish(param_indices)
-        for param_index in param_indices:
-            self._unpublished[param_index] += 1
-        first = storage.layout.columns_of(param_indices).start
-        self._updates.append((param_indices, masters, first))
+        self._stale.update(param_indices)
+        columns = self.layout.columns_of(param_indices)
+        rows = masters
+        if self.int8 is not None:
+            rows = masters.to(self.own.device, torch.float32)
+        self.own[:, columns].copy_(rows)
+        plan = self.layout.plan
+        if self.int8 is not None:
+            updated = self._floats.subset(self.primary, plan.weights, plan.optimizer)
+            self._copy_floats(param_indices, self.own, updated)
+        self._updates.append((param_indices, rows, columns.start))
         # `start_publish` may run on another stream, which then waits for this event.
-        self._updated = recorded_event(storage.primary.device)
+        self._updated = recorded_event(self.own.device)
+        if rows is not masters:
+            # Else copies of all masters would be on the device at once. The network then carries
+            # them while the CPU updates the next ones.
+            self.start_publish()
+
+    def _copy_floats(self, param_indices: range, exact: Tensor, rows: Tensor) -> None:
+        """Copy exact rows of parameters that are not INT8 to their place in the primary."""
+        columns = self._floats.columns_of(param_indices)
+        if columns.start < columns.stop:
+            rows[:, columns].copy_(exact.index_select(1, self._float_columns[columns]))
 
     def start_publish(self) -> None:
         """Begin to publish all updates, INT8 weights last; collective."""
@@ -248,64 +304,57 @@ class Weights:
         if not updates:
             return
         with self._mesh.meter.timing("publish"):
-            for begin in self._codecs:
-                self._pending += begin(updates)
-        if self.storage.store is not None:
-            # The masters were copied to the own rows
-            self._updated = recorded_event(self.storage.primary.device)
-
-    def _begin_rows(self, updates: Sequence[Update]) -> Begun:
-        """Begin to publish rows of the primary, as they are."""
-        for param_indices, *_ in self._planned(updates, self.storage.row_sizes):
-            yield param_indices, self._queue.run(partial(self._publish_rows, param_indices))
+            for param_indices, *_ in self._runs_of(updates, coded=False):
+                handle = self._queues.updates.run(partial(self._publish_rows, param_indices))
+                self._pending.append((param_indices, handle))
+            if self.int8 is not None:
+                self._pending += self._begin_int8(updates, self._owners, self.int8.message_sizes)
 
     def _publish_rows(self, param_indices: Sequence[int]) -> Handle[None]:
-        hierarchy = self._hierarchy
+        """Begin to publish rows of the primary, as they are."""
+        hierarchy = self._owners
         if hierarchy.size == 1:
             return Handle()
-        by_member = members(self.storage.primary, hierarchy.size)
-        columns = merged(self.storage.rows.shard_ranges(param_indices))
-        wire = cast_to(self.storage.primary.dtype)
+        by_member = members(self.primary, hierarchy.size)
+        columns = merged(self._floats.shard_ranges(param_indices))
+        wire = cast_to(self.primary.dtype)
         return all_gather_views(hierarchy, range_views(by_member, columns), wire)
 
-    def _begin_rows_of_int8(self, updates: Sequence[Update]) -> Begun:
-        """Copy masters to the rows of parameters that are not INT8, and begin to publish these."""
-        storage = self.storage
-        own = storage.own
-        updated: list[Update] = []
-        for param_indices, masters, first in updates:
-            columns = storage.rows.columns_of(param_indices)
-            if masters is not None and columns.start < columns.stop:
-                # The primary has other columns than the masters: those that are not INT8.
-                places = storage.columns[masters.device][columns] - first
-                rows = masters.index_select(1, places).to(own)
-                storage.updatable[:, columns].copy_(rows)
-                own.index_copy_(1, storage.columns[own.device][columns], rows)
-                updated.append((param_indices, None, first))
-        return self._begin_rows(updated)
+    def _begin_int8(
+        self,
+        updates: Sequence[Update],
+        hierarchy: Hierarchy,
+        sizes: dict[int, int],
+    ) -> Begun:
+        """Begin to publish INT8 weights from the masters of the ranks of ``hierarchy``."""
+        assert self.int8 is not None
+        runs = self._runs_of(updates, coded=True)
+        return self.int8.publish(hierarchy, runs, self._queues.updates, sizes)
 
-    def _begin_codes(self, updates: Sequence[Update]) -> Begun:
-        """Begin to publish INT8 parameters; masters on the host are copied to the device one by
-        one.
+    def _runs_of(self, updates: Sequence[Update], coded: bool) -> list[Update]:
+        """Cut updates into runs of at most ``run_numel`` elements, the most urgent first,
+        persistent parameters apart; a larger parameter is a run of its own.
+
+        Args:
+            updates: of some parameters.
+            coded: whether those that are INT8 take part, or the others.
         """
-        own = self.storage.own
-        coded = self.storage.coded
-        batch: list[Update] = []
+        runs: list[tuple[tuple[bool, int], Update]] = []
         for param_indices, masters, first in updates:
-            if masters is not None and any(coded[i] for i in param_indices):
-                rows = masters.to(own.device, torch.float32)
-                own[:, first : first + rows.shape[1]].copy_(rows)
-                batch.append((param_indices, rows, first))
-                # Send now: otherwise copies of all masters would be on the device at once
-                if rows is not masters:
-                    yield from self._begin_changes(batch)
-                    batch = []
-        yield from self._begin_changes(batch)
-
-    def _begin_changes(self, updates: Sequence[Update]) -> Begun:
-        store = self.storage.store
-        assert store is not None
-        return store.begin(self._hierarchy, store.message_sizes, updates)
+            # Persistent parameters, and the others
+            parts: dict[bool, list[int]] = {}
+            for index in param_indices:
+                if self.coded[index] is coded:
+                    parts.setdefault(self._urgency[index][0], []).append(index)
+            for part in parts.values():
+                sizes = list(map(self.layout.padded_numels.__getitem__, part))
+                for run in packed_runs(sizes, self._run_numel):
+                    # A run is as urgent as the first of its parameters that the model needs.
+                    carried = part[run.start : run.stop]
+                    urgency = min(map(self._urgency.__getitem__, carried))
+                    runs.append((urgency, (carried, masters, first)))
+        runs.sort(key=itemgetter(0))
+        return [run for _, run in runs]
 
     def wait_for_publish(self, param_indices: Sequence[int] | None = None) -> None:
         """Finish the publish of some parameters, or of all, and renew the secondary copies;
@@ -318,11 +367,13 @@ class Weights:
         """
         if self._updated is not None:
             self._updated.wait()
-        needed = set(range(len(self.storage.coded)) if param_indices is None else param_indices)
-        for updated, *_ in self._updates:
-            if not needed.isdisjoint(updated):
-                self.start_publish()
-                break
+        needed = self._stale.copy()
+        if param_indices is not None:
+            needed.intersection_update(param_indices)
+        if not needed:
+            return
+        if any(not needed.isdisjoint(updated) for updated, *_ in self._updates):
+            self.start_publish()
         changed: list[int] = []
         waiting = []
         for part, handle in self._pending:
@@ -333,18 +384,14 @@ class Weights:
                 handle.wait()
             # On a GPU the stream waits for an event; the host goes on.
             changed += part
-            for param_index in part:
-                self._unpublished[param_index] -= 1
         self._pending = waiting
-        if any(map(self._unpublished.__getitem__, needed)):
-            stale = [
-                param_index for param_index in sorted(needed) if self._unpublished[param_index]
-            ]
+        self._stale.difference_update(changed)
+        stale = sorted(self._stale & needed)
+        if stale:
             raise RuntimeError(
                 f"weights of parameters {stale[:8]} would be read before publish updated them"
             )
-        if changed:
-            self._renew(changed)
+        self._renew(changed)
 
     def publish_world(
         self,
@@ -362,80 +409,74 @@ class Weights:
             anew: choose new scales for INT8 weights, except for loaded ones; only of all
                 parameters.
         """
-        storage = self.storage
-        plan = storage.layout.plan
+        plan = self.layout.plan
         if param_indices is None:
-            param_indices = range(len(storage.coded))
+            param_indices = range(len(self.coded))
         self.wait_for_publish(param_indices)
-        columns = storage.layout.columns_of(param_indices)
-        rows = storage.primary[:, storage.rows.columns_of(param_indices)]
-        store = storage.store
-        if store is None:
-            self._gather_rows(plan.weights, rows)
-        else:
-            self._gather_rows(plan.optimizer, storage.own[:, columns])
-            shard = storage.own_row[columns]
-            places = storage.columns[shard.device][storage.rows.columns_of(param_indices)]
-            rows[storage.layout.row(plan.weights)].copy_(shard[places - columns.start])
-            self._gather_rows(plan.weights, rows)
+        columns = self.layout.columns_of(param_indices)
+        if self.int8 is not None:
+            self._gather_rows(plan.optimizer, self.own[:, columns])
+            row = self.layout.row(plan.weights)
+            self._copy_floats(param_indices, self.own_row[None], self.primary[row : row + 1])
+        self._gather_rows(plan.weights, self.primary[:, self._floats.columns_of(param_indices)])
+        if self.int8 is not None:
             if anew:
-                store.begin_anew()
+                self.int8.begin_anew()
             # Every rank requantizes its own world shard, and sends it to the ranks that store it.
-            values = (shard if masters is None else masters[columns])[None].float()
+            exact = self.own_row if masters is None else masters
+            update = param_indices, exact[columns][None].float(), columns.start
             hierarchy = self._mesh.hierarchy(plan.weights, plan.world_size).metered("publish")
             with self._mesh.meter.timing("publish"):
-                begun = list(store.begin(hierarchy, {}, [(param_indices, values, columns.start)]))
-                for _, handle in begun:
+                for _, handle in list(self._begin_int8([update], hierarchy, {})):
                     handle.wait()
         self._renew(param_indices)
 
     def _gather_rows(self, degree: int, rows: Tensor) -> None:
         """Fill a shard of ``degree`` by an all-gather of the ranks' own world shards."""
-        hierarchy = self._mesh.hierarchy(degree, self.storage.layout.plan.world_size).metered(
-            "publish"
-        )
+        hierarchy = self._mesh.hierarchy(degree, self.layout.plan.world_size).metered("publish")
         all_gather_rows(hierarchy, rows, self._run_numel)
 
     def _renew(self, param_indices: Sequence[int]) -> None:
         """Expire and renew secondary copies of parameters whose primary shards changed."""
-        self.secondary.expire(param_indices)
-        self.secondary.refresh(param_indices)
-        device = self.storage.primary.device
-        self._updated = recorded_event(device)  # gathers may be on another stream
+        if self.secondary is not None:
+            self.secondary.expire(param_indices)
+            self.secondary.refresh(param_indices)
+        self._updated = recorded_event(self.own.device)  # gathers may be on another stream
 
-    def write_back(self, param_index: int, full: Tensor) -> None:
+    def write_back(self, index: int, full: Tensor) -> None:
         """Store a whole parameter, equal on every rank, in the shards (an edit under
         ``GatheredParameters``).
 
         With INT8 weights it is stored only if it was edited (Note [Exact weights]).
         """
-        storage = self.storage
-        layout = storage.layout
-        rows = rows_of(full.detach().reshape(-1), layout.plan)
-        self.wait_for_publish([param_index])
-        if storage.store is not None:
-            own = storage.owned(param_index, self._mesh)
-            given = layout.subset(rows, 1, own.hierarchy.hi)
+        layout = self.layout
+        plan = layout.plan
+        rows = rows_of(full.detach().reshape(-1), plan)
+        self.wait_for_publish([index])
+        if self.int8 is not None:
+            own = layout.parameter(self.own, index)
+            given = layout.subset(rows, 1, plan.optimizer)
             if not self._differ(own, given):
                 return
-            own.data.copy_(given)
-        shard = layout.subset(rows, 1, layout.plan.weights)
-        if storage.store is not None and storage.coded[param_index]:
-            storage.store.recode(param_index, shard.float(), layout.begins[param_index])
+            own.copy_(given)
+        shard = layout.subset(rows, 1, plan.weights)
+        if self.int8 is not None and self.coded[index]:
+            self.int8.recode(index, shard.float(), layout.begins[index])
         else:
-            storage.exact[param_index].data.copy_(shard)
-        self._renew([param_index])
+            self._floats.parameter(self.primary, index).copy_(shard)
+        self._renew([index])
 
-    def _differ(self, own: Copy, given: Tensor) -> bool:
+    def _differ(self, own: Tensor, given: Tensor) -> bool:
         """Return whether any rank's rows differ in a bit from the given ones. Collective; one host
         synchronization.
         """
         # Bits are compared, so that NaN equals itself and -0 differs from 0.
         bits = torch.int16 if given.dtype.itemsize == 2 else torch.int32
-        own_bits = own.data.contiguous().view(bits)
+        own_bits = own.contiguous().view(bits)
         given_bits = given.contiguous().view(bits)
         differ = (own_bits != given_bits).any().view(1).view(torch.uint8)
-        return bool(all_gather(own.hierarchy.metered("gather_exact"), differ).wait().any())
+        hierarchy = self._mesh.hierarchy(1, self.layout.plan.optimizer).metered("gather_exact")
+        return bool(all_gather(hierarchy, differ).wait().any())
 
     # -- checkpoints -------------------------------------------------------------------------------
 
@@ -443,9 +484,7 @@ class Weights:
         """Return the state that a checkpoint needs in addition to the masters: of INT8 weights, the
         scales of the own world shard, with which masters are requantized.
         """
-        if self.storage.store is None:
-            return {}
-        return {"scales": self.storage.store.own_scales()}
+        return {} if self.int8 is None else {"scales": self.int8.own_scales()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore :meth:`state_dict` before :meth:`publish_world`; without it scales are new.
@@ -453,11 +492,11 @@ class Weights:
         Saved scales are used if the number of blocks matches. Otherwise a rank chooses new ones;
         ranks still agree, because each sends its scales.
         """
-        if self.storage.store is not None:
+        if self.int8 is not None:
             saved = state.get("scales")
-            own = self.storage.store.own_scales()
+            own = self.int8.own_scales()
             fits = isinstance(saved, Tensor) and saved.shape == own.shape
-            self.storage.store.loaded_scales = own.copy_(state["scales"]) if fits else None
+            self.int8.loaded_scales = own.copy_(state["scales"]) if fits else None
 
     # -- accounting --------------------------------------------------------------------------------
 
@@ -466,65 +505,37 @@ class Weights:
         """By run of the last publish of INT8 weights: the bytes of every rank's message; None
         before the first.
         """
-        if self.storage.store is None:
-            return None
-        sizes = self.storage.store.message_sizes
+        sizes = {} if self.int8 is None else self.int8.message_sizes
         return tuple(nbytes for _, nbytes in sorted(sizes.items())) or None
 
     def memory(self) -> dict[str, int]:
         """Return the bytes of weights and secondary copies on this rank."""
-        return {
-            "weights": sum(tensor.nbytes for tensor in self.storage.tensors()),
-            "secondary": sum(tensor.nbytes for tensor in self.secondary.tensors),
-        }
+        stored = sum(tensor.nbytes for tensor in self.tensors())
+        copies = 0
+        if self.secondary is not None and self.secondary.stored is not None:
+            copies = self.secondary.stored.nbytes
+        return {"weights": stored - copies, "secondary": copies}
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that are stored, without views of them."""
-        return [*self.storage.tensors(), *self.secondary.tensors]
+        stored = [self.primary]
+        if self.int8 is not None:
+            stored += [self.int8.codes.stored, self.own]
+        if self.secondary is not None and self.secondary.stored is not None:
+            stored.append(self.secondary.stored)
+        return stored
 
     def copies(self) -> list[Tensor]:
         """Return what other ranks store too, to compare in debug checks: of the weights, then of
         the secondary.
         """
-        primary = self.storage.primary
-        if self.storage.store is None:
-            return [primary, *self.secondary.shared]
-        codes = self.storage.store.codes.stored
-        return [torch.cat([codes, primary.view(-1).view(torch.uint8)])]
-
-
-def runs_of(
-    urgency: Sequence[tuple[bool, int]],
-    limit: int,
-    updates: Sequence[Update],
-    sizes: Mapping[int, int],
-) -> list[Update]:
-    """Cut updates into runs of at most ``limit`` elements, the most urgent first, persistent
-    parameters apart.
-
-    Args:
-        urgency: by parameter: whether its publish may continue after the step, and its position in
-            the model's order.
-        limit: elements of a run; a larger parameter is a run of its own.
-        updates: of some parameters.
-        sizes: elements of the parameters that take part.
-    """
-    runs: list[tuple[tuple[bool, int], Update]] = []
-    for param_indices, masters, first in updates:
-        for later in (False, True):
-            part = [
-                param_index
-                for param_index in param_indices
-                if param_index in sizes and urgency[param_index][0] is later
-            ]
-            if not part:
-                continue
-            for run in packed_runs([sizes[param_index] for param_index in part], limit):
-                # A run is as urgent as the first of its parameters that the model needs.
-                carried = part[run.start : run.stop]
-                runs.append((min(map(urgency.__getitem__, carried)), (carried, masters, first)))
-    runs.sort(key=itemgetter(0))
-    return [run for _, run in runs]
+        if self.int8 is not None:
+            floats = self.primary.view(-1).view(torch.uint8)
+            return [torch.cat([self.int8.codes.stored, floats])]
+        secondary = self.secondary
+        if secondary is None or secondary.stored is None or secondary.captured:
+            return [self.primary]
+        return [self.primary, secondary.stored]
 
 
 def recorded_event(device: torch.device) -> torch.Event | None:

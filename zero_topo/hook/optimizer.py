@@ -128,7 +128,7 @@ class TopoStage3(Stock):
         self.param_indices = self._parts.param_indices
         # From here on DeepSpeed's flat buffers are our rows, so its views of the old buffer are
         # replaced.
-        self.lp_param_buffer = self.topo.weights.storage.own_row
+        self.lp_param_buffer = self.topo.weights.own_row
         self.fp16_partitioned_groups_flat[:] = self._parts.flats()
         for sub_group in range(len(self.fp16_groups)):
             self._unflatten_partitioned_parameters(sub_group)
@@ -163,7 +163,7 @@ class TopoStage3(Stock):
                 continue
             begin, end = self._parts.columns[i]
             stock = self.fp32_partitioned_groups_flat[i]
-            master = topo.masters.build(topo.weights.storage.own[:, begin:end], stock)
+            master = topo.masters.build(topo.weights.own[:, begin:end], stock)
             # DeepSpeed finds a master's swapped state by this number.
             master.ds_id = stock.ds_id  # type: ignore[attr-defined]
             if stock.grad is not None:  # optimizer offload: a buffer that each step fills
@@ -220,7 +220,7 @@ class TopoStage3(Stock):
         if not self._edits_reach_masters or weights is not topo.weights:
             weights.write_back(param_index, param.data)
             return
-        rows = weights.storage.layout.parameter(weights.storage.own, param_index)
+        rows = weights.layout.parameter(weights.own, param_index)
         # `rows` is a view that changes: the copy shows afterwards which elements were edited
         before = rows.clone()
         weights.write_back(param_index, param.data)
@@ -393,21 +393,13 @@ class TopoStage3(Stock):
             super()._optimizer_step(sub_group_id)
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
+        # DeepSpeed calls this after each sub-group's update, to copy its masters to the weights.
         topo = self._parts.at(sub_group_id)
-        begin, end = self._parts.columns[sub_group_id]
-        weights = topo.weights
         rows = topo.masters.table(self.fp32_partitioned_groups_flat[sub_group_id].detach())
         param_indices = [
             self.param_indices[param.ds_id] for param in self.fp16_groups[sub_group_id]
         ]
-        if weights.needs_masters:
-            weights.mark_updated(range(param_indices[0], param_indices[-1] + 1), rows)
-            return
-        if topo.separate_masters:
-            weights.storage.own[:, begin:end].copy_(rows)
-        else:
-            super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
-        weights.mark_updated(range(param_indices[0], param_indices[-1] + 1))
+        topo.weights.update(rows, range(param_indices[0], param_indices[-1] + 1))
 
     # -- Muon --------------------------------------------------------------------------------------
 
@@ -670,7 +662,7 @@ class TopoStage3(Stock):
         for i, (begin, end) in enumerate(self._parts.columns):
             topo = self._parts.at(i)
             rows = topo.masters.table(self.fp32_partitioned_groups_flat[i].detach())
-            rows.copy_(topo.weights.storage.own[:, begin:end])
+            rows.copy_(topo.weights.own[:, begin:end])
 
     def destroy(self) -> None:
         if self.recorder:

@@ -318,7 +318,7 @@ class ParameterGathers:
         )
         for frozen in engine.sets[1:]:
             numels = [param.ds_tensor.numel() for param in self.frozen]
-            shards = frozen.storage.own_row.split(numels)
+            shards = frozen.own_row.split(numels)
             for param, own in zip(self.frozen, shards, strict=True):
                 self._homes[param.ds_id] = own
             self._fill(self.frozen)

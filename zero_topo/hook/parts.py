@@ -154,7 +154,7 @@ class Parts:
 
     def flats(self) -> list[Tensor]:
         """Return for each sub-group the view of its weights in the own row of its engine."""
-        rows = [self.at(index).weights.storage.own_row for index in range(len(self.columns))]
+        rows = [self.at(index).weights.own_row for index in range(len(self.columns))]
         return [row[begin:end] for row, (begin, end) in zip(rows, self.columns, strict=True)]
 
     def own_param_index(self, param: Any) -> Tensor:
@@ -286,7 +286,7 @@ class Parts:
         """
         for part in self.parts:
             topo = part.topo
-            row = topo.weights.storage.own_row
+            row = topo.weights.own_row
             entry = {STATE_KEY: saved[part.key]} if part.key in saved else {}
             ages = topo.load_state_dict(entry, folder)
             rows = []

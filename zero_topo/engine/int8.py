@@ -1,17 +1,20 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Storage of INT8 weights, and the publish of their changes."""
+"""INT8 weights (Note [INT8 weights] in ``weights.py``): what a rank stores of them, and the publish
+of their changes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from zero_topo.collectives.queue import Handle, OrderedQueue
 from zero_topo.collectives.transport import all_gather
+from zero_topo.engine.buffer import Form
 from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Hierarchy
 from zero_topo.quant import ops
@@ -20,34 +23,19 @@ from zero_topo.quant.spec import BlockSpec, ChangeSpec
 
 NO_CODE = 128  # the byte of -128, which no weight has: every weight that is stored so changes
 
-Update = tuple[Sequence[int], Tensor | None, int]
-"""Parameters, their masters ``[rows, columns]`` (None: the rows already have the new weights), and
-the first column.
-"""
 
-Planner = Callable[[Sequence[Update], Mapping[int, int]], list[Update]]
-"""Cuts updates into runs, with the sizes of those parameters that take part."""
-
-Begun = Iterator[tuple[Sequence[int], Handle[None]]]
-"""Runs in progress: the parameters that one collective carries, and its handle."""
-
-
-class CodeStore:
-    """Stores the INT8 weights of some parameters of a layout, and publishes their changes.
+class Int8:
+    """The INT8 weights of some parameters of a layout: ``[N / W]`` rows of each.
 
     Args:
         layout: of all parameters.
         coded: by parameter, whether it is stored as INT8.
-        block: number of values that share a scale.
+        spec: the format.
         device: where INT8 weights are stored.
-        planned: cuts updates into runs.
-        queue: the ordered queue in which runs are started and finished.
 
     Attributes:
-        codes: INT8 weights and scales of the rank's weight shard, ``[N / W]`` rows of each
-            parameter.
-        sizes: by INT8 parameter: elements with padding, over the whole world.
-        buffers: by parameter, the stored bytes, a view; empty for parameters that are not INT8.
+        codes: the INT8 weights and their scales.
+        forms: by INT8 parameter, its stored bytes.
         message_sizes: by first parameter of each run of the last publish of a step: the bytes of
             every rank's message.
         loaded_scales: scales of the own world shard, until the restart that follows each load.
@@ -57,38 +45,26 @@ class CodeStore:
         self,
         layout: Layout,
         coded: Sequence[bool],
-        block: int,
+        spec: BlockSpec,
         device: torch.device,
-        planned: Planner,
-        queue: OrderedQueue,
     ) -> None:
-        self._planned = planned
-        self._queue = queue
         widths = [width if has else 0 for width, has in zip(layout.widths, coded, strict=True)]
-        blocks = [-(-width // block) for width in widths]
+        blocks = [spec.blocks(width) for width in widths]
         self._rows = layout.plan.world_size // layout.plan.weights
-        self.codes = Codes.build(
-            list(zip(layout.begins, widths, strict=True)), self._rows, block, device
-        )
-        self.sizes = {
-            param_index: layout.padded_numels[param_index]
-            for param_index, has in enumerate(coded)
-            if has
-        }
-        self._ends = list(accumulate(blocks, initial=0))  # block columns
-        wire = BlockSpec("int8", block)
-        sizes = (wire.nbytes(self._rows * count * block) for count in blocks)
-        bounds = accumulate(sizes, initial=0)
-        self.buffers = [self.codes.stored[begin:end] for begin, end in pairwise(bounds)]
         self._own_row = layout.row(layout.plan.weights)
+        columns = list(zip(layout.begins, widths, strict=True))
+        self.codes = Codes.build(columns, self._rows, spec.block_size, device)
+        self._ends = list(accumulate(blocks, initial=0))  # block columns
+        self._numels = [self._rows * count * spec.block_size for count in blocks]
+        parts = self.codes.stored.split(list(map(spec.nbytes, self._numels)))
+        self.forms = {}
+        for index, part in enumerate(parts):
+            if coded[index]:
+                self.forms[index] = Form(part, spec, block=spec.block_size)
         self.message_sizes = dict[int, int]()
         self.loaded_scales: Tensor | None = None
 
-    def _part(self, param_indices: Sequence[int], size: int) -> Codes:
-        """Return the blocks of some neighbouring parameters that each of ``size`` ranks owns."""
-        begin = self._ends[param_indices[0]]
-        end = self._ends[param_indices[-1] + 1]
-        return self.codes.part(begin, end, self._rows // size, size)
+    # -- scales, which have a history --------------------------------------------------------------
 
     @cached_property
     def _scales(self) -> Tensor:
@@ -109,60 +85,65 @@ class CodeStore:
         """
         scales = self.loaded_scales
         self.loaded_scales = None
-        stored = self.codes.stored
-        stored.zero_()
+        self.codes.stored.zero_()
         if scales is not None:
-            for buffer, (begin, end) in zip(self.buffers, pairwise(self._ends), strict=True):
+            for index, form in self.forms.items():
                 # Codes that no weight has: every block differs, and is sent whole.
-                numel = self._rows * (end - begin) * self.codes.block
-                buffer[:numel].fill_(NO_CODE)
-            stored.view(torch.float32)[self._scales] = scales.nan_to_num(0.0)
+                form.data[: self._numels[index]].fill_(NO_CODE)
+            self.codes.stored.view(torch.float32)[self._scales] = scales.nan_to_num(0.0)
 
-    def recode(self, param_index: int, rows: Tensor, first: int) -> None:
+    # -- changes -----------------------------------------------------------------------------------
+
+    def _part(self, param_indices: Sequence[int], size: int) -> Codes:
+        """Return the blocks of some neighbouring parameters that each of ``size`` ranks owns."""
+        begin = self._ends[param_indices[0]]
+        end = self._ends[param_indices[-1] + 1]
+        return self.codes.part(begin, end, self._rows // size, size)
+
+    def recode(self, index: int, rows: Tensor, first: int) -> None:
         """Quantize a parameter's rows, FP32 ``[N / W, width]`` from column ``first`` on, with new
         scales.
 
         The result depends on the rows alone, as after a load.
         """
-        self.buffers[param_index].zero_()
+        self.forms[index].data.zero_()
         masters = Masters(rows, first, 0)
-        part = self._part([param_index], 1)
+        part = self._part([index], 1)
         change = ops.assess_changes(masters, part)
         nbytes = ChangeSpec(part.block).largest(part.blocks)
         ops.encode_changes(masters, part, change, nbytes)
 
-    def begin(
+    def publish(
         self,
         hierarchy: Hierarchy,
+        runs: Sequence[tuple[Sequence[int], Tensor, int]],
+        queue: OrderedQueue,
         sizes: dict[int, int],
-        updates: Sequence[Update],
-    ) -> Begun:
+    ) -> Iterator[tuple[Sequence[int], Handle[None]]]:
         """Begin to publish some updates: each rank of ``hierarchy`` sends the changes of the rows
         it owns.
 
         Args:
             hierarchy: ``(weights, optimizer)``, or ``(weights, world)`` at start-up and after a
                 load.
+            runs: the parameters of each collective, neighbours; their FP32 masters on the device of
+                the INT8 weights; and the first column of these.
+            queue: starts and finishes the collectives.
             sizes: filled for each run, by its first parameter: the bytes of every rank's message.
-            updates: with FP32 masters on the device of the INT8 weights.
         """
-        runs = self._planned(updates, self.sizes)
         assessed = []
-        for param_indices, masters, first in runs:
-            assert masters is not None
-            own = Masters(masters, first, hierarchy.index)
+        for param_indices, table, first in runs:
+            masters = Masters(table, first, hierarchy.index)
             part = self._part(param_indices, hierarchy.size)
             # All runs are assessed before any is sent: their sizes then take one host
             # synchronization.
-            assessed.append((own, part, ops.assess_changes(own, part)))
+            assessed.append((masters, part, ops.assess_changes(masters, part)))
         agreed = self._agreed_sizes(hierarchy, [change for *_, change in assessed])
-        for (param_indices, *_), run, nbytes in zip(runs, assessed, agreed, strict=True):
+        for (param_indices, table, _), run, nbytes in zip(runs, assessed, agreed, strict=True):
             sizes[param_indices[0]] = nbytes
-            own, _, change = run
             # The queue's stream reads them after this function has returned.
-            reads = [own.table, *change]
-            publish = partial(self._publish, hierarchy, *run, nbytes)
-            yield param_indices, self._queue.run(publish, reads)
+            reads = [table, *run[-1]]
+            yield param_indices, queue.run(partial(self._send, hierarchy, *run, nbytes), reads)
 
     def _agreed_sizes(self, hierarchy: Hierarchy, changes: Sequence[Change]) -> list[int]:
         """Return the bytes of the messages of each run: enough for the changes of every rank.
@@ -184,15 +165,15 @@ class CodeStore:
             sizes.append(min(spec.nbytes(blocks, *largest), spec.largest(blocks)))
         return sizes
 
-    def _publish(
+    def _send(
         self,
         hierarchy: Hierarchy,
-        own: Masters,
+        masters: Masters,
         part: Codes,
         change: Change,
         nbytes: int,
     ) -> Handle[None]:
-        message = ops.encode_changes(own, part, change, nbytes)
+        message = ops.encode_changes(masters, part, change, nbytes)
 
         def finish(received: Tensor) -> None:
             ops.apply_changes(received, part, hierarchy.index)
