@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.room import check_room
-from zero_topo.doctor.files import warn_of_shortage
 
 _FOREIGN = (
     "RANK",
@@ -116,7 +115,6 @@ class Ranks:
 
     def __init__(self, program: str, settings: Mapping[str, Any], places: Sequence[Place]) -> None:
         check_room(len(places), 0)
-        warn_of_shortage()
         self._world = {
             "program": program,
             "settings": settings,

@@ -28,7 +28,6 @@ def examine(machine: str | None) -> Iterator[Finding]:
     elif "error" not in facts:
         yield from software.started(facts)
         yield from software.kernels(facts)
-    yield from software.compilers(facts)
     yield from variables.variables(machine)
     yield from files.locks()
     yield from files.shared_memory()

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,6 @@ from zero_topo.units import MB, format_bytes, format_seconds
 
 STALE_S = 15 * 60  # longer than any compilation takes
 ENOUGH = 512 * MB
-BUFFERS = "deepspeed_allreduce_buffer_*"
 
 
 def locks() -> Iterator[Finding]:
@@ -55,11 +53,10 @@ def locks() -> Iterator[Finding]:
 
 
 def shared_memory(root: Path = Path("/")) -> Iterator[Finding]:
-    """Check the space in ``/dev/shm``, and files that crashed runs of DeepSpeed's CPU all-reduce
-    left there.
+    """Check the space in ``/dev/shm``.
 
     Args:
-        root: the directory that holds ``dev/shm`` and ``proc``.
+        root: the directory that holds ``dev/shm``.
     """
     folder = root / "dev" / "shm"
     if not folder.is_dir():
@@ -78,40 +75,8 @@ def shared_memory(root: Path = Path("/")) -> Iterator[Finding]:
             WARN,
             "/dev/shm",
             text,
-            "remove what is left over, or start the container with --shm-size=8g",
+            "remove deepspeed_allreduce_buffer_* of runs that crashed, or start the container with "
+            "--shm-size=8g",
         )
     else:
         yield Finding(OK, "/dev/shm", f"{format_bytes(free)} free")
-    buffers = {path.name: path.stat().st_size for path in sorted(folder.glob(BUFFERS))}
-    used = _mapped(root / "proc") if buffers else ""
-    left = [name for name in buffers if name not in used]
-    if left:
-        named = " ".join(shlex.quote(f"/dev/shm/{name}") for name in left)
-        if len(left) == len(buffers):
-            named = f"/dev/shm/{BUFFERS}"
-        text = (
-            f"{len(left)} buffers of ended runs are left there, "
-            f"{format_bytes(sum(buffers[name] for name in left))}"
-        )
-        yield Finding(WARN, "/dev/shm", text, f"rm {named}")
-
-
-def warn_of_shortage() -> None:
-    """Print to stderr, before ranks start, that ``/dev/shm`` is short of space, and which files can
-    be removed.
-    """
-    short = os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free < ENOUGH
-    for finding in shared_memory() if short else ():
-        if finding.state == WARN:
-            print(f"zero_topo: {finding.subject}: {finding.line()}", file=sys.stderr)
-
-
-def _mapped(proc: Path) -> str:
-    """Return the memory maps of all processes that this user may read."""
-    texts = []
-    for maps in proc.glob("[0-9]*/maps"):
-        try:
-            texts.append(maps.read_text(errors="replace"))
-        except OSError:  # gone, or another user's
-            continue
-    return "\n".join(texts)

@@ -1,10 +1,8 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Checks the installed software: torch, DeepSpeed, kernels, compilers."""
+"""Checks the installed software: torch, DeepSpeed, kernels."""
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,10 +10,6 @@ from zero_topo.doctor.finding import FAIL, OK, WARN, Finding
 from zero_topo.versions import SUPPORTED, installed, refusal, untried
 
 COMPILE = "compile it now: zero-topo build"
-GPU_COMPILERS = (
-    ("cuda", "nvcc", "load the CUDA toolkit's module"),
-    ("rocm", "hipcc", "load the ROCm module"),
-)
 
 
 def usable() -> bool:
@@ -60,27 +54,3 @@ def kernels(facts: Mapping[str, Any]) -> Iterator[Finding]:
         else:
             text = f"{state}; runs use slower ones of torch or Triton instead"
             yield Finding(WARN, subject, text, f"fix that, then {COMPILE}")
-
-
-def compilers(facts: Mapping[str, Any]) -> Iterator[Finding]:
-    """Check the compilers of the kernels, and of the operations that DeepSpeed compiles at first
-    use.
-    """
-    own = os.environ.get("CXX")
-    names = [own] if own else ["g++", "c++"]
-    found = next((path for path in map(shutil.which, names) if path), None)
-    if found is None:
-        text = f"{' and '.join(names)} not found, so what is not compiled yet cannot be"
-        yield Finding(WARN, "c++", text, "install g++, or set CXX to a C++17 compiler")
-    else:
-        yield Finding(OK, "c++", found)
-    if ninja := shutil.which("ninja"):
-        yield Finding(OK, "ninja", ninja)
-    else:
-        yield Finding(WARN, "ninja", "not found", "pip install ninja")
-    for platform, name, fix in GPU_COMPILERS:
-        if path := shutil.which(name):
-            yield Finding(OK, name, path)
-        elif facts.get("platform") == platform and facts.get("devices"):
-            text = "not found, so GPU kernels that are not compiled yet cannot be"
-            yield Finding(WARN, name, text, fix)

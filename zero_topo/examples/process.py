@@ -12,17 +12,11 @@ import warnings
 
 import torch
 
-from zero_topo.doctor.files import warn_of_shortage
-
 
 def behave() -> None:
     """Let only rank 0 print, without DeepSpeed's info messages, and share the machine's cores among
     its ranks.
-
-    The first rank of a host warns if its shared memory is short.
     """
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        warn_of_shortage()
     if int(os.environ.get("RANK", "0")):
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (for the life of the process; errors still reach stderr)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
