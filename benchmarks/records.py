@@ -13,6 +13,7 @@ import os
 import platform
 import re
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -60,7 +61,14 @@ def record(
         results: its own keys.
     """
     head = {"format": FORMAT, "benchmark": benchmark, "when": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-    return {**head, "machine": machine(), "versions": used(), "settings": dict(settings), **results}
+    versions = {**used(), "commit": commit()}
+    return {
+        **head,
+        "machine": machine(),
+        "versions": versions,
+        "settings": dict(settings),
+        **results,
+    }
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:
@@ -105,3 +113,18 @@ def _content(path: Path) -> str | None:
         return path.read_text(errors="replace").strip()
     except OSError:
         return None
+
+
+def commit() -> str | None:
+    """Return the commit of the checkout, with ``+`` if files differ from it, or None."""
+    here = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        head = subprocess.run(
+            [*here, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        changed = subprocess.run(
+            [*here, "status", "--porcelain"], capture_output=True, text=True, check=True
+        ).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return f"{head}+" if changed.strip() else head

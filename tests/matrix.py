@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.records import commit
 from tests.launching import ROOT, LaunchSettings
 from tests.suite import CELLS_VARIABLE, SuiteRun, run_suite, show, trouble
 from zero_topo.versions import used
@@ -57,7 +58,7 @@ def main(part: str = "") -> int:
     head = {
         "command": "python -m tests.matrix",
         "when": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "versions": used(),
+        "versions": {**used(), "commit": commit()},
     }
     RECORD.write_text(json.dumps({**head, "ranks": RANKS, "cells": known}, indent=1) + "\n")
     return 0

@@ -18,6 +18,7 @@ from tests.documents import DOCUMENTS, row
 from tests.launching import ROOT
 from tests.matrix import recorded
 from tests.plans import resolve
+from tests.schema import json_schema
 from tests.tables_of_losses import LOSSES
 from tests.tables_of_plans import plan_rows
 from tests.tables_of_speed import SPEEDS
@@ -28,7 +29,6 @@ from zero_topo.config import (
     ResolvedConfig,
     ZeroTopoConfig,
     deepspeed_problems,
-    json_schema,
     load_deepspeed_config,
     resolve_config,
 )

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import platform
 import re
-import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from types import MappingProxyType
 
 
@@ -138,29 +136,11 @@ def check_loaded(modules: Mapping[str, object]) -> None:
 
 
 def used() -> dict[str, str | None]:
-    """Versions of Python, zero_topo and the libraries of :data:`RECORDED`, and the checkout's
-    commit.
-
-    The commit ends in ``+`` if files differ from it. None stands for what is not installed, and
-    outside of a checkout.
+    """Versions of Python, zero_topo and the libraries of :data:`RECORDED`; None for what is not
+    installed.
     """
     ours = {
         "python": platform.python_version(),
         "zero_topo": installed("zero-topo"),
-        "commit": _commit(),
     }
     return ours | {name: installed(name) for name in RECORDED}
-
-
-def _commit() -> str | None:
-    here = ["git", "-C", str(Path(__file__).parent)]
-    try:
-        commit = subprocess.run(
-            [*here, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-        ).stdout.strip()
-        changed = subprocess.run(
-            [*here, "status", "--porcelain"], capture_output=True, text=True, check=True
-        ).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return f"{commit}+" if changed.strip() else commit

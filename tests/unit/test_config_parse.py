@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from zero_topo.config import DenseSync, ZeroTopoConfig, json_schema
+from tests.schema import json_schema
+from zero_topo.config import DenseSync, ZeroTopoConfig
 from zero_topo.config.modes import SYNC_MODES
 from zero_topo.config.parts import QuantizeConfig
 

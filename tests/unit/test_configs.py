@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from tests.launching import ROOT
+from tests.schema import json_schema
 from zero_topo.config import (
     ResolvedConfig,
     ZeroTopoConfig,
     deepspeed_hints,
     deepspeed_problems,
-    json_schema,
     load_deepspeed_config,
 )
 from zero_topo.cost.rule import before_a_model

@@ -28,7 +28,6 @@ CALLED_FROM_OUTSIDE: Mapping[str, str] = {
     "Scatter": "FSDP2, as its reduce-scatter",
     "ShardedOptimizer.add_param_group": "torch's optimizers",
     "_HookingFinder": "importlib, as a loader",
-    "json_schema": "make docs, which writes the schema for editors",
 }
 """Names whose callers are not in this repository, and who they are. A class stands for all of its
 methods.

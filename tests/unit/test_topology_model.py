@@ -143,7 +143,6 @@ def test_wrong_json_is_refused_by_its_key(data: dict[str, Any], complaint: str) 
 @pytest.mark.parametrize(
     ("call", "complaint"),
     [
-        (lambda topology: topology.position(16), "out of range"),
         (lambda topology: topology.domain(17), "out of range"),
         (lambda topology: topology.degree("nod"), "unknown domain 'nod'; did you mean 'node'"),
     ],

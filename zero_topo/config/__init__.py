@@ -11,7 +11,7 @@ from zero_topo.config.deepspeed_json import (
     load_deepspeed_config,
     tensor_parallel_groups,
 )
-from zero_topo.config.models import AUTO, ZeroTopoConfig, json_schema
+from zero_topo.config.models import AUTO, ZeroTopoConfig
 from zero_topo.config.modes import SPARSE_MODES
 from zero_topo.config.resolve import ROLES, ResolvedConfig, is_automatic, on_tree, resolve_config
 from zero_topo.config.schemes import SCHEMES
@@ -28,7 +28,6 @@ __all__ = [
     "deepspeed_hints",
     "deepspeed_problems",
     "is_automatic",
-    "json_schema",
     "load_deepspeed_config",
     "on_tree",
     "resolve_config",

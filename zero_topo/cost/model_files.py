@@ -157,16 +157,7 @@ def _read_neox(name: str, keys: Keys, what: str) -> Transformer:
     llama = keys.get("mlp_type") == "llama"
     gated = keys.get("activation") in GATED
     hidden = size("hidden_size")
-    # Of ParallelMLP, and of LLaMAParallelMLP before 2024-09
-    if llama:
-        intermediate = size("intermediate_size") or _rounded_up(8 * hidden // 3, 256)
-    else:
-        step = size("mlp_multiple_of", 1)
-        expanded = int((keys.get("expansion_factor") or 4) * hidden)
-        width = size("intermediate_size") or expanded
-        intermediate = _rounded_up(width, step)
-        if gated:  # two thirds of the stated width are gate and up together
-            intermediate = _rounded_up(2 * width // 3, 2 * step) // 2
+    stated = size("intermediate_size")
     return Transformer(
         name,
         layers=size("num_layers"),
@@ -175,7 +166,7 @@ def _read_neox(name: str, keys: Keys, what: str) -> Transformer:
         kv_heads=size("num_kv_heads"),
         vocab=vocabulary or GPT2_VOCABULARY,
         sequence=size("seq_length", positions),
-        intermediate=intermediate,
+        intermediate=_intermediate(keys, hidden, stated, size("mlp_multiple_of", 1)),
         gated=llama or gated,
         tied=not flag("no_weight_tying", False),
         biases=flag("use_bias_in_attn_linear", True),
@@ -184,6 +175,16 @@ def _read_neox(name: str, keys: Keys, what: str) -> Transformer:
         positions=positions if (keys.get("pos_emb") or "learned") == "learned" else 0,
         notes=() if vocabulary else (note,),
     )
+
+
+def _intermediate(keys: Keys, hidden: int, stated: int, step: int) -> int:
+    """Return the width of a feed-forward of ParallelMLP, or of LLaMAParallelMLP before 2024-09."""
+    if keys.get("mlp_type") == "llama":
+        return stated or _rounded_up(8 * hidden // 3, 256)
+    width = stated or int((keys.get("expansion_factor") or 4) * hidden)
+    if keys.get("activation") in GATED:  # two thirds of it are gate and up together
+        return _rounded_up(2 * width // 3, 2 * step) // 2
+    return _rounded_up(width, step)
 
 
 def _rounded_up(number: int, step: int) -> int:

@@ -220,21 +220,11 @@ class Topology:
         return next((name for name in DOMAINS[:-1] if self.degree(name) % degree == 0), "world")
 
     def position(self, rank: int) -> int:
-        """Return the tree position of a rank.
-
-        Raises:
-            ValueError: if there is no such rank.
-        """
-        self._check_index("rank", rank)
+        """Return the tree position of a rank."""
         return rank if self.order is None else self.order[rank]
 
     def rank_at(self, position: int) -> int:
-        """Return the rank at a tree position; the inverse of :meth:`position`.
-
-        Raises:
-            ValueError: if there is no such position.
-        """
-        self._check_index("tree position", position)
+        """Return the rank at a tree position; the inverse of :meth:`position`."""
         return position if self.order is None else self._ranks[position]
 
     @cached_property
@@ -243,13 +233,6 @@ class Topology:
         return (
             tuple(sorted(range(self.world_size), key=self.order.__getitem__)) if self.order else ()
         )
-
-    def _check_index(self, what: str, index: int) -> None:
-        if not 0 <= index < self.world_size:
-            raise ValueError(
-                f"{what} {index} is out of range; {self.name!r} has {self.world_size} ranks, "
-                "counted from 0"
-            )
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:
         """Return ``(node, gpu, die)`` of a rank: the node, the GPU in the node, the rank (GCD) in
