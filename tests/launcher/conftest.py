@@ -19,7 +19,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A launched test costs ten core-seconds: ``make test`` runs one of each kind."""
+    """A launched test takes four core-seconds: ``make test`` runs one of each kind."""
     for item in items:
         if not item.get_closest_marker("core"):
             item.add_marker("long")

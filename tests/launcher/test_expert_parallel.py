@@ -67,8 +67,15 @@ def under_stock(run_of: Job) -> Result:
         return run(run_of)
 
 
-@pytest.mark.parametrize("size", [core(2), on_eight(2), on_eight(4)])
-def test_experts_train_and_resume_as_under_stock(size: int, shared_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "size"),
+    [
+        core("topo", 2),
+        *(("zero3", 2), ("hsdp", 2), ("topo", 4)),
+        *(on_eight(scheme, size) for scheme in ("zero3", "topo", "hsdp") for size in (2, 4)),
+    ],
+)
+def test_experts_train_and_resume_as_under_stock(scheme: str, size: int, shared_path: Path) -> None:
     """Losses, norms that bind and weights of four steps; checkpoints of both go on as their runs
     did.
     """
@@ -76,29 +83,10 @@ def test_experts_train_and_resume_as_under_stock(size: int, shared_path: Path) -
     ds = {"zero_optimization": zero}
     with clean_groups():
         stock = run_and_save(job(None, size, ds=ds), shared_path / "stock")
-    split = partial(job, BLOCKS["topo"], size, ds=ds)
+    split = partial(job, BLOCKS[scheme], size, ds=ds)
     mine = run_and_save(split(), shared_path / "own")
     assert_equal(mine, stock, EXACT)
     close(resume_both(split(), (shared_path / "own", mine), (shared_path / "stock", stock)))
-
-
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("scheme", ["zero3", "topo", "hsdp"])
-def test_experts_train_as_under_stock(scheme: str, size: int) -> None:
-    """Losses, norms that bind and weights of four steps; on four ranks an expert-parallel size of
-    four leaves one.
-    """
-    zero = {"sub_group_size": 300, "stage3_param_persistence_threshold": 20}
-    stock = under_stock(job(None, size, ds={"zero_optimization": zero}))
-    assert_equal(run(job(BLOCKS[scheme], size, ds={"zero_optimization": zero})), stock, EXACT)
-
-
-@pytest.mark.eight_ranks
-@pytest.mark.parametrize(("scheme", "size"), [("zero3", 2), ("zero3", 4), ("hsdp", 2), ("hsdp", 4)])
-def test_experts_of_larger_groups_train_as_under_stock(scheme: str, size: int) -> None:
-    """On eight ranks, where experts are sharded over four or two."""
-    stock = under_stock(job(None, size))
-    assert_equal(run(job(BLOCKS[scheme], size)), stock, EXACT)
 
 
 @pytest.mark.parametrize(
@@ -169,12 +157,6 @@ def test_a_resumed_run_with_codes_goes_on_with_equal_bits(shared_path: Path) -> 
     """Also the experts' stored INT8 weights."""
     saved = save(job(BLOCKS["codes"]), shared_path)
     assert resume(job(BLOCKS["codes"]), shared_path) == saved.losses
-
-
-def test_stock_loads_a_checkpoint(shared_path: Path) -> None:
-    """Saved by zero_topo."""
-    saved = save(job(BLOCKS["topo"]), shared_path)
-    assert resume(job(None), shared_path) == pytest.approx(saved.losses, rel=EXACT)
 
 
 def test_offloaded_states_of_both_plans_come_back() -> None:

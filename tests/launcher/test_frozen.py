@@ -151,12 +151,3 @@ def assert_close(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
     """All whole weights are equal, up to the order of sums."""
     for name, whole in theirs.items():
         torch.testing.assert_close(mine[name], whole, rtol=0, atol=1e-6)
-
-
-def test_freezing_is_as_under_stock() -> None:
-    """A parameter that was trained may be frozen later."""
-    run = job(block("topo", **CODES))
-    with running(run) as engine:
-        advance(run, engine, 0, 1)
-        engine.module.blocks[0][1].down.weight.requires_grad_(False)
-        advance(run, engine, 1, 2)

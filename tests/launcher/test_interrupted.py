@@ -144,7 +144,6 @@ def test_backward_passes_that_each_cross_nodes_are_warned_of(
     assert all('"gradient_accumulation_steps"' in line and "\n" not in line for line in said)
 
 
-@pytest.mark.core
 def test_the_gradient_of_an_output_may_be_taken_first() -> None:
     """`torch.autograd.grad` uses up DeepSpeed's hook on the output: the step then ends the pass
     itself.

@@ -19,7 +19,7 @@ import zero_topo
 from tests.launcher.checkpoints import assert_same_bits
 from tests.launcher.test_interrupted import Break
 from tests.launcher.training import Job, Net, advance, batch, block, running, weights
-from tests.marks import core, late, often
+from tests.marks import core
 
 BLOCKS: dict[str, dict[str, Any]] = {
     "topo": block("topo"),
@@ -74,40 +74,6 @@ def nothing(engine: Any, x: Tensor) -> None:
     """No other call between the passes."""
 
 
-def without_gradients(engine: Any, x: Tensor) -> None:
-    with torch.no_grad():
-        engine(x)
-
-
-def evaluation(engine: Any, x: Tensor) -> None:
-    engine.eval()
-    with torch.no_grad():
-        engine(x)
-        engine.module(x)
-    engine.train()
-
-
-def with_gradients(engine: Any, x: Tensor) -> None:
-    """A forward pass whose output is not used."""
-    engine(x)
-
-
-def a_caught_exception(engine: Any, x: Tensor) -> None:
-    engine.module.fails = True
-    with torch.no_grad(), pytest.raises(ValueError, match="a batch that cannot be used"):
-        engine(x)
-    engine.module.fails = False
-    engine(x)  # ends the pass of DeepSpeed's coordinator over the modules
-
-
-def all_of_them(engine: Any, x: Tensor) -> None:
-    for between in (without_gradients, evaluation, with_gradients, a_caught_exception):
-        between(engine, x)
-
-
-BETWEEN = (all_of_them, nothing, without_gradients, evaluation, with_gradients, a_caught_exception)
-
-
 def losing(between: Callable[[Any, Tensor], None]) -> Callable[[Any, Tensor, Tensor], Tensor]:
     """The loss of an engine, with other calls before its backward pass."""
 
@@ -134,22 +100,6 @@ def tiled_job(name: str | None, between: Callable[[Any, Tensor], None], micro_ba
 @cache
 def expected(name: str | None, micro_batches: int) -> dict[str, Tensor]:
     return trained(tiled_job(name, nothing, micro_batches))
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("micro_batches", [late(1), 2])
-@pytest.mark.parametrize("between", often((all_of_them,), BETWEEN))
-@pytest.mark.parametrize("name", often(("topo",), BLOCKS))
-def test_a_loss_that_runs_backward_in_its_forward_pass(
-    name: str, between: Callable[[Any, Tensor], None], micro_batches: int
-) -> None:
-    """No call before the outer backward pass drops a gradient: the weights are those without
-    calls.
-    """
-    found = trained(tiled_job(name, between, micro_batches))
-    assert_same_bits(found, expected(name, micro_batches))
-    if name != "quantized":
-        torch.testing.assert_close(found, expected(None, micro_batches), rtol=1e-5, atol=1e-6)
 
 
 def test_gradients_of_an_inner_pass_cross_nodes_once() -> None:

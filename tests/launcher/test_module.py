@@ -5,7 +5,6 @@ engines.
 
 from __future__ import annotations
 
-import copy
 import gc
 import pickle
 from collections.abc import Callable
@@ -57,25 +56,6 @@ def plain(module: nn.Module) -> dict[str, Tensor]:
 def engines() -> int:
     """Number of our engines in this process."""
     return sum(isinstance(found, Stage3) for found in gc.get_objects())
-
-
-@pytest.mark.core
-def test_a_copy_of_the_module_is_of_its_weights_alone() -> None:
-    """Under GatheredParameters; as with unmodified DeepSpeed, and without a copy of the engine."""
-    with running(JOB) as engine:
-        advance(JOB, engine, 0, 1)
-        there = engines()
-        with deepspeed.zero.GatheredParameters([*engine.module.parameters()]):
-            kept = copy.deepcopy(engine.module)
-            again = copy.deepcopy(kept)
-        gc.collect()
-        assert engines() == there
-        assert_same_bits(plain(kept), weights(engine))
-        assert_same_bits(plain(again), weights(engine))
-        before = plain(kept)
-        advance(JOB, engine, 1, 3)
-        assert_same_bits(plain(kept), before)
-        assert len({*engine.module.parameters()} & {*kept.parameters()}) == 0
 
 
 @pytest.mark.parametrize("zero_topo", [TOPO, None])

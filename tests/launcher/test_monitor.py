@@ -74,22 +74,6 @@ def test_monitors_get_bytes_times_and_densities_of_each_step(rank: int, shared_p
         assert densities and all(table(shared_path, path.stem)[0] == axis for path in densities)
 
 
-def test_wall_clock_breakdown_adds_a_line_of_phases(
-    rank: int, shared_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """At ``steps_per_print``: once in three steps when that is two."""
-    train(watched(shared_path, csv_monitor={"enabled": False}, wall_clock_breakdown=True))
-    timed = [line for line in caplog.messages if " ms" in line]
-    assert len(timed) == (1 if rank == 0 else 0)
-    for line in timed:
-        assert (
-            line.startswith("zero_topo: gather_forward ")
-            and " ms, scatter " in line
-            and " ms, publish " in line
-        )
-
-
-@pytest.mark.core
 def test_the_key_report_leaves_a_run_with_losses_and_a_page(rank: int, shared_path: Path) -> None:
     """Rank 0 alone, from its own measurements, when the engine is destroyed; losses are those of
     its batches.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import zero_topo
 from tests.launcher.checkpoints import SAVED_AT, job, loaded, save
-from tests.launcher.training import AGED, Job, advance, block, largest_difference, running, start
+from tests.launcher.training import AGED, Job, advance, block, largest_difference, running
 
 Q8: dict[str, Any] = {"sync": {"mode": "quantized", "bits": 8}}
 
@@ -49,14 +49,6 @@ def test_sums_of_waiting_gradients_train_with_their_ages(plan: dict[str, Any]) -
 def ages(engine: Any) -> Tensor:
     """Of all elements of this rank's optimizer shard."""
     return torch.cat([state["age"] for state in engine.optimizer.optimizer.state.values()])
-
-
-def test_another_optimizer_is_refused_by_the_config() -> None:
-    """On every rank, before an engine exists."""
-    with pytest.raises(
-        ValueError, match=r'optimizer\.type = "AdamW": sync\.mode = "scape" works with AdamS alone'
-    ):
-        start(Job(zero_topo=block("topo", optimizer="node", sync={"mode": "scape"})))
 
 
 def test_others_read_the_checkpoint(shared_path: Path, rank: int) -> None:

@@ -14,7 +14,6 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from tests.device import default_dtype
 from tests.launcher.training import Job, Net, block, train
 from tests.marks import cores
 from zero_topo.quant.operands import DTYPES
@@ -60,31 +59,6 @@ def test_every_mix_of_types_trains(row: int, column: int, monkeypatch: pytest.Mo
     mixed |= {"communication_data_type": travels} if travels else {}
     mine = train(job(row, mixed, block("topo")))
     torch.testing.assert_close(mine, plain(row), rtol=1e-2, atol=1e-3)
-
-
-SYNCS: dict[str, dict[str, Any]] = {
-    "oktopk": {"sync": {"mode": "oktopk", "tau": 2}},
-    "ternary": {"sync": {"mode": "ternary"}},
-    "radius": {"sync": {"mode": "radius", "start": 1, "interval": 2}},
-    "INT8 weights": {"quantize": {"resident": "int8"}, "sync": {"mode": "quantized"}},
-}
-
-
-@pytest.mark.parametrize("name", SYNCS)
-def test_the_default_dtype_of_a_script_changes_nothing(name: str) -> None:
-    """A script builds its model under BF16 as the default, and trains alike whether it then
-    restores FP32 or not.
-    """
-
-    def built() -> Net:
-        with default_dtype(torch.bfloat16):
-            return net(torch.bfloat16)
-
-    run = Job(built, block("topo", **SYNCS[name]), steps=3, dtype="bf16")
-    restored = train(run)
-    for dtype in (torch.bfloat16, torch.float16):
-        with default_dtype(dtype):
-            assert train(run) == restored
 
 
 def with_complex() -> Net:

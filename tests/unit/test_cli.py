@@ -28,25 +28,6 @@ def test_check_shows_the_plan_and_the_notes_of_a_good_config(run: Run, tmp_path:
     assert report["plan"]["degrees"]["optimizer"] == 8 and report["topology"]["nodes"] == 2
 
 
-def test_check_with_autotp_shows_the_plan_of_a_data_parallel_group(
-    run: Run, tmp_path: Path
-) -> None:
-    """One GCD of each GPU, with all its links; the batch is that of so many ranks, and a size that
-    divides nothing is refused.
-    """
-    block = {"topology": EMULATED, "scheme": "zero3"}
-    path = config_file(tmp_path, block, tensor_parallel={"autotp_size": 2}, train_batch_size=4)
-    status, out, err = run("check", path)
-    assert (status, err) == (0, "")
-    assert "- tensor parallelism: the plan is that of a data-parallel group, 4 of 8 ranks" in out
-    report = printed(run, "check", path)
-    assert report["plan"]["degrees"]["optimizer"] == 4
-    assert report["topology"]["ranks_per_gpu"] == 2  # of the machine
-    status, _, err = run("check", config_file(tmp_path, block, tensor_parallel={"autotp_size": 3}))
-    assert (status, err.count("\n")) == (2, 1)
-    assert "3 tensor parallel ranks do not divide the 4 ranks of a node" in err
-
-
 def test_check_does_not_say_ok_alone_of_a_plan_that_is_not_likely_to_fit(
     run: Run, tmp_path: Path
 ) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from tests.plans import TREE, resolve
 from zero_topo.config import SCHEMES, DenseSync, ResolvedConfig
-from zero_topo.config.sync_config import QuantizedSync
 from zero_topo.quant.spec import BlockSpec
 from zero_topo.topology.model import Topology
 
@@ -131,20 +130,6 @@ def test_an_impossible_plan_is_refused_with_the_rule_it_breaks(
         resolve(**block)
 
 
-def test_the_resolved_config_is_json_for_reports() -> None:
-    report = resolve(scheme="topo", quantize={"resident": "int8"}).to_json()
-    assert report["degrees"] == {"weights": 2, "secondary": None, "gradients": 4, "optimizer": 8}
-    formats = {
-        "weights": "int8/256",
-        "secondary": None,
-        "gradients": "nf4/64",
-        "resident": "int8/256",
-        "publish": None,
-    }
-    assert report["quantize"] == formats
-    assert report["sync"] == {"mode": "dense", "reduce": "reduce_scatter", "dtype": None}
-
-
 RESIDENT: dict[str, Any] = {"weights": "int8", "resident": "int8"}
 CODED: dict[str, Any] = {
     "weights": "gpu",
@@ -215,17 +200,6 @@ def test_codes_that_only_the_scheme_asks_for_give_way_and_a_note_says_why(
     assert config.resident_spec is None
     reported = message.partition(":")[0]
     assert [reported in note for note in config.notes].count(True) == 1
-
-
-def test_nf4_has_blocks_of_its_own() -> None:
-    """Of 64 values."""
-    config = resolve(scheme="topo", quantize={"gradients": "nf4"}, sync={"mode": "quantized"})
-    assert [str(spec) for spec in (config.weights_spec, config.gradients_spec)] == [
-        "int8/256",
-        "nf4/64",
-    ]
-    assert isinstance(config.sync, QuantizedSync) and str(config.sync.spec) == "nf4/64"
-    assert any("quantized, bits nf4" in note for note in config.notes)
 
 
 def test_a_config_names_all_its_kinds_of_blocks() -> None:

@@ -6,7 +6,6 @@ no runs.
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -151,20 +150,6 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text('{"format": 99}')
     with pytest.raises(ValueError, match="format 99"):
         read_report(tmp_path)
-
-
-def test_a_report_of_one_rank_says_so(folder: Path) -> None:
-    """The key `report` has rank 0 write its own measurements; on a CPU the peak is that of the
-    process.
-    """
-    build_report(folder, replace(RUN, on_device=False), [EXACT], **RESULT)
-    text = render(folder)
-    assert (
-        "Sent by one rank per" in text
-        and "Memory of one rank" in text
-        and "each rank per" not in text
-    )
-    assert "Peak memory: 4.25 MB of the process" in text
 
 
 def test_a_report_needs_no_matplotlib(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

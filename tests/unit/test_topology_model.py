@@ -170,23 +170,6 @@ def test_the_picture_draws_equal_branches_once() -> None:
     ]
 
 
-def test_the_picture_names_hosts_and_ranks_that_are_not_plain() -> None:
-    order = tuple(rank % 6 * 2 + rank // 6 for rank in range(12))
-    topology = Topology(
-        "c",
-        6,
-        2,
-        1,
-        order=order,
-        hosts=tuple("abcdef"),
-        emulated=True,
-    )
-    lines = render_tree(topology).splitlines()
-    assert lines[0] == "c: 12 ranks (emulated)"
-    assert "  node 1 (b): ranks 1,7" in lines
-    assert lines[-1] == "  ... and 2 nodes more, the last is f"
-
-
 @pytest.mark.parametrize(
     ("ranks", "shape"),
     [
