@@ -25,7 +25,8 @@ from op_builder.jit import cache_dir
 from tests.kernels.gpu_library import LIBRARY, Step, built, kernel_sources
 from tests.launching import output
 
-NVIDIA = (pytest.param("80", marks=pytest.mark.long), "90")
+pytestmark = pytest.mark.long
+NVIDIA = ("80", "90")
 AMD = "gfx90a"
 EXPECTED = {"zt_quantize_kernel": 3, "zt_requantize_kernel": 5, "zt_reduce_kernel": 3}
 """Block kernels by how many units and formats they are instantiated for."""
@@ -361,7 +362,6 @@ def test_the_library_loads(compiler: str) -> None:
         assert status & 255 == 8 and status >> 8 and library.zt_gpu_runtime_text(status)
 
 
-@pytest.mark.long
 def test_the_sources_survive_hipify(tmp_path: Path) -> None:
     """torch's translation of CUDA sources, which its ROCm builds apply to extensions, leaves
     kernels that compile.

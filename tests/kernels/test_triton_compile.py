@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +33,11 @@ from zero_topo.quant.operands import (
 from zero_topo.quant.spec import NF4, BlockSpec, Cast, Format
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.long
 
 NVIDIA = {"sm80": ("cuda", 80, 32), "sm90": ("cuda", 90, 32)}
 AMD = {"gfx90a": ("hip", "gfx90a", 64), "gfx942": ("hip", "gfx942", 64)}
 TARGETS = NVIDIA | AMD
-SIBLINGS = ("sm80", "gfx942")
-"""Half a minute each, and of a maker whose other GPU is looked at in every run."""
 
 # An odd number: the last tile does not decide how the others move.
 NUMEL = 70_001
@@ -46,13 +45,6 @@ NUMEL = 70_001
 ENCODES = ("quantize", "requantize")
 DECODES = ("dequantize", "reduce")
 CASTS = ("cast", "sum")
-
-
-def each(targets: Iterable[str]) -> list[Any]:
-    """The targets, siblings left to the long tests."""
-    return [
-        pytest.param(target, marks=[pytest.mark.long] * (target in SIBLINGS)) for target in targets
-    ]
 
 
 def kernels() -> Operators:
@@ -229,7 +221,7 @@ def compile_for(target: str, directory: Path) -> None:
         shutil.copytree(made, directory)
 
 
-@pytest.mark.parametrize("target", each(NVIDIA))
+@pytest.mark.parametrize("target", NVIDIA)
 def test_ptx_rounds_as_the_contract_says(compiled: Callable[[str, str], Code], target: str) -> None:
     """Division is correctly rounded; nothing is approximate, flushed or contracted; BF16 is rounded
     to nearest even.
@@ -248,7 +240,7 @@ WIDE = dict.fromkeys(NVIDIA, ("ptx", r"ld\.global\.v4\.b32", r"st\.global\.v4\.b
 WIDE |= dict.fromkeys(AMD, ("amdgcn", "load_dwordx[24]", "store_dwordx[24]"))
 
 
-@pytest.mark.parametrize("target", each(TARGETS))
+@pytest.mark.parametrize("target", TARGETS)
 def test_code_moves_16_bytes_at_once(compiled: Callable[[str, str], Code], target: str) -> None:
     """Values and messages are read and written 128 bits a thread, strided rows too."""
     stage, load, store = WIDE[target]
@@ -257,14 +249,14 @@ def test_code_moves_16_bytes_at_once(compiled: Callable[[str, str], Code], targe
             assert re.search(load, text) and re.search(store, text), name
 
 
-@pytest.mark.parametrize("target", each(NVIDIA))
+@pytest.mark.parametrize("target", NVIDIA)
 def test_nvidia_registers_suffice(compiled: Callable[[str, str], Code], target: str) -> None:
     """Nothing is kept on the stack."""
     for name, text in compiled(target, "usage").items():
         assert re.search(r"STACK:0 .*LOCAL:0 ", text), f"{name}: {text}"
 
 
-@pytest.mark.parametrize("target", each(AMD))
+@pytest.mark.parametrize("target", AMD)
 def test_amd_code_is_for_waves_of_64_and_does_not_spill(
     compiled: Callable[[str, str], Code], target: str
 ) -> None:
@@ -276,7 +268,7 @@ def test_amd_code_is_for_waves_of_64_and_does_not_spill(
             assert said[what] == "0", f"{name}: {what} {said[what]}"
 
 
-@pytest.mark.parametrize("target", each(AMD))
+@pytest.mark.parametrize("target", AMD)
 def test_amd_code_rounds_as_the_contract_says(
     compiled: Callable[[str, str], Code], target: str
 ) -> None:
