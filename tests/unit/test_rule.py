@@ -199,12 +199,12 @@ def test_a_named_plan_that_is_not_likely_to_fit_is_warned_of_with_a_way_out_that
         for note in plan_for(parse(scheme="topo"), DGX, SIZES[45]).notes
         if note.startswith("warning")
     ]
-    assert 'set "weights": "node", which needs' in warning and "most of it for" in warning
+    assert 'add "weights": "node", or' in warning and "most of it for" in warning
     for block, billions in ((parse(scheme="topo", weights="node"), 45), (parse(scheme="topo"), 7)):
         notes = plan_for(block, DGX, SIZES[billions]).notes
         assert not [note for note in notes if note.startswith("warning")]
     default = plan_for(parse(), load_preset("frontier", 32), SIZES[45]).notes[-1]
-    assert 'set "scheme": "topo", "weights": "node", which needs' in default
+    assert 'add "weights": "node", or' in default
     with pytest.raises(
         ValueError,
         match=r"scheme topo leaves \d+\.\d+ GB of weights and gradients .*\"weights\": \"node\"",

@@ -148,7 +148,10 @@ def plan_for(block: ZeroTopoConfig, topology: Topology, job: Job) -> ResolvedCon
     memory = topology.memory_per_rank
     assert memory is not None
     name = "the plan" if config.scheme is None else f"scheme {config.scheme}"
-    way_out = _wider(block, config, job)
+    way_out = (
+        f'add "weights": "node", or set "scheme": "{AUTO}", which takes a plan that fits; if none '
+        "fits, it says why"
+    )
     sizes = predict_memory(config, job.work, job)
     sure = sum(sizes.get(role, 0) for role in SURE)
     if sure > memory:
@@ -158,25 +161,6 @@ def plan_for(block: ZeroTopoConfig, topology: Topology, job: Job) -> ResolvedCon
         )
     warning = f"warning: {name} needs {_needs(config, job)}; {way_out}"
     return replace(config, notes=(*config.notes, warning))
-
-
-def _wider(block: ZeroTopoConfig, config: ResolvedConfig, job: Job) -> str:
-    """Return what to set instead of a named plan: weights sharded over a larger domain if that
-    fits, else the scheme "auto".
-    """
-    for domain in ("gpu", "node"):
-        degree = config.topology.degree(domain)
-        if degree <= config.plan.weights or config.plan.gradients % degree:
-            continue
-        keys = {"weights": domain}
-        if config.scheme is not None:
-            keys = {"scheme": config.scheme, **keys}
-        wider = resolve_config(block.model_copy(update=keys), config.topology)
-        if fits(wider, job):
-            changed = {key: value for key, value in keys.items() if value != block.scheme}
-            words = ", ".join(f'"{key}": "{value}"' for key, value in changed.items())
-            return f"set {words}, which needs {format_bytes(needed(wider, job))}"
-    return f'set "scheme": "{AUTO}", which takes a plan that fits; if none fits, it says why'
 
 
 # -- the rule --------------------------------------------------------------------------------------

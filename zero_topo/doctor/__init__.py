@@ -23,11 +23,10 @@ def examine(machine: str | None) -> Iterator[Finding]:
     yield from software.packages()
     facts = torch_state() if software.usable() else {"error": ""}
     if error := facts.get("error"):
-        fix = "see stale locks below, then try: python -c 'import torch, deepspeed'"
+        fix = "try: python -c 'import torch, deepspeed'"
         yield Finding(FAIL, "torch", f"torch and DeepSpeed do not start: {error}", fix)
     elif "error" not in facts:
         yield from software.started(facts)
         yield from software.kernels(facts)
     yield from variables.variables(machine)
-    yield from files.locks()
     yield from files.shared_memory()
