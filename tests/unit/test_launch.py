@@ -5,11 +5,9 @@ commands, refusals.
 
 from __future__ import annotations
 
-import getopt
 import json
 import os
 import re
-import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,6 @@ from zero_topo.launch.machines import LaunchMachine, load_launch_machine, machin
 from zero_topo.topology.presets import load_machine, preset_names
 
 DATA = ROOT / "tests/data/launch"
-DEVICES = ROOT / "tests/data/devices"
 TRAIN = ("python", "train.py", "--deepspeed_config", "configs/frontier.json")
 # OLCF Frontier User Guide: blocks of 8 cores, and the GCD next to each
 FRONTIER_L3_TO_GCD = (
@@ -60,18 +57,6 @@ def masks(machine: LaunchMachine) -> list[set[int]]:
         ":"
     )[2]
     return [{core for core in range(128) if int(word, 16) >> core & 1} for word in text.split(",")]
-
-
-def affinity(file: str) -> list[set[int]]:
-    """Cores next to each GPU, without second hardware threads, from captured
-    `nvidia-smi topo -m`.
-    """
-    lines = (DEVICES / file).read_text().splitlines()
-    found = [line.split("\t") for line in lines if line.startswith("GPU")]
-    first = [
-        next(cell for cell in cells if "-" in cell and "," in cell).split(",")[0] for cells in found
-    ]
-    return [set(range(int(text.split("-")[0]), int(text.split("-")[1]) + 1)) for text in first]
 
 
 def test_the_script_for_frontier_is_this(run: Run) -> None:
@@ -265,50 +250,6 @@ def test_the_script_for_aurora_is_pbss(run: Run) -> None:
     assert 'MASTER_ADDR="$HOSTNAME.hsn.cm.aurora.alcf.anl.gov"' in out
 
 
-QSUB_OPTIONS = "a:A:c:C:e:fhIj:J:k:l:m:M:N:o:p:q:r:R:S:u:v:VW:XzP:"
-"""As getopt takes them: openpbs/openpbs, ``GETOPT_ARGS`` of src/cmds/qsub_sup.c. No package of PBS
-installs here.
-"""
-QSUB_VALUES = {
-    "A": r"\S+",
-    "N": r"[A-Za-z0-9_.+-]{1,236}",
-    "j": "oe|eo|n",
-    "k": "d?(o|e|oe|eo)|n",
-    "q": r"\w+(@\S+)?",
-    "l": r"select=\d+(:\w+=\w+)*|walltime=\d+:\d\d:\d\d"
-    r"|place=(free|pack|scatter|vscatter)(:\w+)*|\w+=[\w:]+",
-}
-"""What may follow an option (PBS Professional Reference Guide, qsub)."""
-
-
-def test_qsubs_grammar_takes_the_directives_of_aurora(run: Run) -> None:
-    """Each is one option with its value, as qsub splits and reads them."""
-    words = [
-        "--machine",
-        "aurora",
-        "--nodes",
-        "2",
-        "--account",
-        "lab",
-        "--partition",
-        "debug",
-        "--time",
-        "0:30:00",
-    ]
-    _, out, _ = run("launch", "pbs", *words, "--", *TRAIN)
-    lines = out.splitlines()
-    first_command = next(
-        number for number, line in enumerate(lines) if line and not line.startswith("#")
-    )
-    directives = [number for number, line in enumerate(lines) if line.startswith("#PBS")]
-    assert len(directives) >= 9 and max(directives) < first_command
-    for number in directives:
-        options, rest = getopt.getopt(shlex.split(lines[number])[1:], QSUB_OPTIONS)
-        assert len(options) == 1 and not rest, lines[number]
-        [(option, value)] = options
-        assert re.fullmatch(QSUB_VALUES.get(option[1], ""), value), lines[number]
-
-
 @pytest.mark.parametrize("name", ["frontier", "lumi-g"])
 def test_amd_ranks_get_the_cores_next_to_their_gcd(name: str) -> None:
     """Local rank i uses GCD i; its 7 cores are those of the GCD's L3 region without the first,
@@ -319,20 +260,6 @@ def test_amd_ranks_get_the_cores_next_to_their_gcd(name: str) -> None:
         block = FRONTIER_L3_TO_GCD.index(rank)
         assert cores == set(range(8 * block + 1, 8 * block + 8))
         assert len(cores) == machine.cpus_per_rank
-
-
-def test_nvidia_ranks_get_cores_next_to_their_gpu() -> None:
-    """Local rank i uses GPU i; cores as in nvidia-smi's CPU affinity, shared by nobody."""
-    a100 = load_launch_machine("dgx-a100")
-    bound = masks(a100)
-    assert sum(map(len, bound)) == len(set().union(*bound)) == 8 * a100.cpus_per_rank
-    assert all(
-        cores <= near
-        for cores, near in zip(bound, affinity("dgx_a100_nvidia_smi.txt"), strict=True)
-    )
-    h100 = load_launch_machine("dgx-h100")
-    for rank, near in enumerate(affinity("dgx_h100_nvidia_smi.txt")):
-        assert set(range(rank * h100.cpus_per_rank, (rank + 1) * h100.cpus_per_rank)) <= near
 
 
 def test_options_after_the_program_are_the_programs(run: Run) -> None:

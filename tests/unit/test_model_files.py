@@ -8,14 +8,12 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.launching import ROOT
 from zero_topo.cost.model_files import MODELS, load_model
 
-NEOX_FILES = ROOT / "tests/data/neox"
 PUBLISHED: dict[str, int] = json.loads((ROOT / "tests/data/published_params.json").read_text())
 """Model -> its parameters as published; gpt-neox-10b is of no published config."""
 SHAPE = '"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4'
@@ -29,65 +27,6 @@ def write(tmp_path: Path, text: str) -> str:
 
 def test_every_named_model_has_its_published_size() -> None:
     assert {name: load_model(name).params for name in MODELS} == PUBLISHED
-
-
-def neox_parameters(data: dict[str, Any]) -> int:
-    """What ``ParallelMLP`` of GPT-NeoX at ea7aefd8 and ``LLaMAParallelMLP`` at f36aed7f make of a
-    file.
-    """
-    hidden, biased = data["hidden_size"], True
-    if data.get("mlp_type") == "llama":
-        wide = narrow = data.get("intermediate_size") or -(-int(2 * hidden * 4 / 3) // 256) * 256
-        wide, biased = 2 * wide, False
-    else:
-        wide = narrow = data.get("intermediate_size") or int(
-            data.get("expansion_factor", 4) * hidden
-        )
-        if data["activation"] in ("geglu", "reglu", "bilinear", "swiglu", "glu"):
-            wide = int(wide * 2 / 3)
-            narrow = wide // 2
-            wide += wide % 2
-    vocabulary = data.get("padded_vocab_size", 50304)
-    forward = hidden * (wide + narrow) + biased * (wide + hidden)
-    return (
-        data["num_layers"] * (forward + 4 * hidden**2 + 2 * hidden)
-        + hidden
-        + 2 * vocabulary * hidden
-    )
-
-
-NEOX = {
-    **{
-        path.stem: path.read_text()
-        for path in NEOX_FILES.glob("*.yml")
-        if '"activation"' in path.read_text()
-    },
-    **{
-        f"{key} {value}": (NEOX_FILES / "gelu.yml")
-        .read_text()
-        .replace("}", f', "{key}": {json.dumps(value)} }}')
-        for key, value in (("expansion_factor", 3.5), ("intermediate_size", 6144))
-    },
-    **{
-        name: (NEOX_FILES / "gelu.yml").read_text().replace('"gelu"', f'"{name}"')
-        for name in ("reglu", "glu", "bilinear", "silu")
-    },
-}
-
-
-@pytest.mark.parametrize("name", NEOX)
-def test_the_feed_forward_is_counted_as_gpt_neox_builds_it(name: str, tmp_path: Path) -> None:
-    """Where a third of the width is no whole number, NeoX's two matrices do not fit, and their mean
-    is counted.
-    """
-    found = load_model(write(tmp_path, NEOX[name]))
-    exact = (
-        name in ("gelu", "silu", "swiglu_intermediate", "mlp_type_llama_intermediate")
-        or " " in name
-    )
-    assert found.params == pytest.approx(
-        neox_parameters(json.loads(NEOX[name])), rel=1e-12 if exact else 1e-4
-    )
 
 
 def test_gpt_neox_yaml_is_read_in_both_spellings(tmp_path: Path) -> None:
