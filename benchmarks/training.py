@@ -54,7 +54,7 @@ from zero_topo.observe.report import Stats
 from zero_topo.quant.operators import select
 
 COMPUTE_REPEATS = 3
-EVALUATION_BATCHES = 8
+EVALUATION_BATCHES = 64
 
 
 def prepare() -> None:
