@@ -2,7 +2,7 @@
 """Sync of fewer bytes and delta publish under DeepSpeed: with its optimizers, masters, overflows
 and checkpoints.
 
-What each mode sends and keeps is proved by threads (`tests/ranks/test_sparse_modes.py` and its
+What each mode sends and keeps is proved by threads (`tests/ranks/test_sync_modes.py` and its
 neighbours).
 """
 

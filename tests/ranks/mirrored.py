@@ -16,7 +16,7 @@ from unittest.mock import patch
 from torch import Tensor
 
 from tests.harness import fake_world
-from tests.ranks.test_sparse_modes import mode_of
+from tests.ranks.sync_cases import mode_of
 from tests.ranks.trainer import Trainer
 from tests.ranks.worlds import World
 from zero_topo.collectives import backends

@@ -20,7 +20,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from tests.harness import run_threads
 from tests.launching import ROOT
-from tests.ranks.test_sparse_modes import DATA_PARALLEL, mode_of, sparse_world
+from tests.ranks.sync_cases import mode_of, sync_world
 from tests.ranks.trainer import Trainer
 from tests.ranks.worlds import World, synced
 from zero_topo.config.tagc_config import LEAST_BLOCKS
@@ -171,7 +171,7 @@ def test_weights_after_thirty_steps_are_the_algorithms(
     """Element by element, on every rank: what was selected, sent, added up, kept for later and
     clipped.
     """
-    w = sparse_world(DATA_PARALLEL, workers, mode, numels, value_dtype="fp32", **sync)
+    w = sync_world(mode, "data parallel", workers, numels, value_dtype="fp32", **sync)
     optimizer: Building = (
         partial(AdamW, lr=LR, weight_decay=0.1) if mode == "radius" else partial(SGD, lr=LR)
     )

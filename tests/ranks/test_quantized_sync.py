@@ -1,11 +1,12 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Quantized sync: nothing is lost, only late, in whatever precision and however often a step
-syncs.
+"""Quantized sync: its residual in every precision, from one step to the next, and under another
+plan; what it shares with the other modes is tested with them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.harness import run_threads
-from tests.ranks.test_sparse_modes import HIERARCHY
+from tests.ranks.sync_cases import HIERARCHY, residuals_of, summed
 from tests.ranks.worlds import (
     PARAM_INDICES,
     PLAIN,
@@ -24,75 +25,33 @@ from tests.ranks.worlds import (
     synced,
     world,
 )
-from zero_topo.cost import memory_bytes, step_bytes
 from zero_topo.engine.stage3 import Stage3
-from zero_topo.sync.quantized import Quantized
 from zero_topo.topology.model import Topology
 
-Q4 = {"mode": "quantized"}
 
-
-def block(setting: str = "topo", **sync: Any) -> dict[str, Any]:
+def block(place: str = "topo", **more: Any) -> dict[str, Any]:
     """A block with quantized sync and nothing else quantized."""
-    return {**HIERARCHY[setting], "quantize": PLAIN, "sync": {**Q4, **sync}}
-
-
-def mode(engine: Stage3) -> Quantized:
-    """The mode of an engine."""
-    assert isinstance(engine.gradients.mode, Quantized)
-    return engine.gradients.mode
+    return {**HIERARCHY[place], "quantize": PLAIN, "sync": {"mode": "quantized"}, **more}
 
 
 def residual(engine: Stage3) -> Tensor:
     """The residual of the rank between steps, ``[other peers, F]``, a copy."""
-    stored, own = mode(engine).state_dict()["residual"].float(), mode(engine).peers.index
-    return (
-        stored.clone()
-        if mode(engine).residual is not None
-        else torch.cat([stored[:own], stored[own + 1 :]])
-    )
+    return torch.stack([row for _, row in residuals_of(engine)])
 
 
-def train(
-    w: World,
-    rank: int,
-    steps: int,
-    each: Callable[[Stage3, int], None] | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> tuple[Stage3, Tensor]:
+def train(w: World, rank: int, steps: int) -> tuple[Stage3, Tensor]:
     """Sync `steps` times; the engine and the sum of what arrived in the rank's own row."""
-    engine = w.engine(dtype)
+    engine = w.engine()
     arrived = torch.zeros(engine.layout.columns)
     for step in range(steps):
-        engine.gradients.scatter(PARAM_INDICES, w.grads(rank, step, dtype), last=True)
-        if each is not None:
-            each(engine, step)
-        engine.gradients.sync()
+        synced(engine, w.grads(rank, step))
         arrived += owned(engine).float()
         engine.end_step(skipped=False)
         engine.gradients.zero()  # as DeepSpeed does after each step
     return engine, arrived
 
 
-def residuals(w: World, rank: int, engine: Stage3) -> list[tuple[int, Tensor]]:
-    """The members that lack something of a rank, and its residual for each."""
-    across = mode(engine).peers
-    others = [
-        member for member in w.config.plan.group(rank, across.lo, across.hi) if member != rank
-    ]
-    return list(zip(others, residual(engine), strict=True))
-
-
-def summed_residuals(w: World, found: Sequence[list[tuple[int, Tensor]]]) -> list[Tensor]:
-    """By rank: the residuals of all others for it."""
-    summed = [torch.zeros(w.columns) for _ in range(w.size)]
-    for member, part in (one for of in found for one in of):
-        summed[member] += part
-    return summed
-
-
 PRECISIONS: dict[str, tuple[torch.dtype, dict[str, str], float]] = {
-    "fp32": (torch.float32, {}, 1e-4),
     "bf16": (torch.bfloat16, {}, 0.15),
     "bf16, accumulated in fp32": (torch.bfloat16, {"accumulation_dtype": "fp32"}, 0.15),
     "fp16": (torch.float16, {}, 0.02),
@@ -103,57 +62,41 @@ amount to.
 """
 
 
-@pytest.mark.parametrize(
-    ("precision", "how", "steps"),
-    [
-        ("fp32", "late", 3),
-        ("fp32", "peek", 3),
-        *((precision, "once", 6) for precision in PRECISIONS),
-    ],
-)
-@pytest.mark.parametrize("setting", HIERARCHY)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("place", HIERARCHY)
 @either_placement
 def test_what_has_not_arrived_is_in_the_residual(
-    setting: str, machine: Topology, precision: str, how: str, steps: int
+    place: str, machine: Topology, precision: str
 ) -> None:
-    """Over any number of steps: the gradients' sum = what arrived + the residuals of all ranks.
-
-    Up to the roundings of 16 bits, which are far less than the residual. Also where a step syncs
-    twice: for a gradient that comes after its run was synced, or peeks before the step.
+    """The gradients' sum = what arrived + the residuals of all ranks, up to the roundings of 16
+    bits, which are far less than the residual.
     """
     dtype, more, rounding = PRECISIONS[precision]
-    w, late = world({**block(setting), **more}, machine), 0.5 * (how == "late")
-
-    def before_sync(engine: Stage3, step: int) -> None:
-        if late:
-            engine.gradients.scatter((4,), [w.grads(engine.layout.rank, step)[4] * late], last=True)
-        for _ in range(2 * (how == "peek")):
-            engine.gradients.peek()
+    w = replace(world(block(place, **more), machine), dtype=dtype)
+    steps = 6
 
     def rank_main(rank: int) -> tuple[Tensor, list[tuple[int, Tensor]]]:
-        engine, arrived = train(w, rank, steps, before_sync, dtype)
-        assert (mode(engine).residual is None) == (dtype in (torch.bfloat16, torch.float32))
-        return arrived, residuals(w, rank, engine)
+        engine, arrived = train(w, rank, steps)
+        return arrived, residuals_of(engine)
 
     results = run_threads(w.size, rank_main)
-    summed = summed_residuals(w, [found for _, found in results])
-    every = [w.grads(rank, step, dtype) for rank in range(w.size) for step in range(steps)]
+    every = [w.grads(rank, step) for rank in range(w.size) for step in range(steps)]
     totals = [torch.stack(of).float().sum(0) / w.size for of in zip(*every, strict=True)]
-    totals[4] *= 1 + late
+    missing = summed(w, [found for _, found in results])
     for rank, (arrived, _) in enumerate(results):
-        assert summed[rank].abs().max() > 1e-3
+        assert missing[rank].abs().max() > 1e-3
         wanted = w.own_columns(rank, totals)
-        assert (arrived + summed[rank] - wanted).norm() < rounding * summed[rank].norm()
+        assert (arrived + missing[rank] - wanted).norm() < rounding * missing[rank].norm()
 
 
-@pytest.mark.parametrize("setting", HIERARCHY)
-def test_overlap_changes_no_bit(setting: str) -> None:
+@pytest.mark.parametrize("place", HIERARCHY)
+def test_overlap_changes_no_bit(place: str) -> None:
     """Runs synced under the backward pass give what one sync at the step gives, residuals
     included.
     """
 
     def rank_main(rank: int, overlap: bool) -> Tensor:
-        w = world({**block(setting), "overlap": overlap})
+        w = world(block(place, overlap=overlap))
         engine = w.engine(chunk=600)
         for step in range(3):
             grads = w.grads(rank, step)
@@ -166,7 +109,7 @@ def test_overlap_changes_no_bit(setting: str) -> None:
             engine.end_step(skipped=False)
         return torch.cat([rows, residual(engine)])
 
-    assert_changes_nothing(world(block(setting)), rank_main)
+    assert_changes_nothing(world(block(place)), rank_main)
 
 
 def test_no_block_holds_values_of_two_parameters() -> None:
@@ -183,24 +126,116 @@ def test_no_block_holds_values_of_two_parameters() -> None:
     assert max(run_threads(w.size, rank_main)) < 0.1
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_memory_and_bytes_are_the_formulas(dtype: torch.dtype) -> None:
-    """A residual is counted where there is one, and the meter's sync bytes are the formula's."""
+def test_dropped_gradients_drop_their_residual(caplog: pytest.LogCaptureFixture) -> None:
+    """A step skipped for a NaN leaves none of it behind; zero_grad before a step too. One rank
+    warns, once.
+    """
     w = world(block())
 
-    def rank_main(rank: int) -> dict[str, int]:
-        engine, _ = train(w, rank, 1, dtype=dtype)
-        work = engine.workload(1)
-        expected = {
-            key: n for key, n in step_bytes(w.config, work).items() if key[0] in ("sync", "scatter")
-        }
-        assert {
-            k: n for k, n in engine.meter.last_step.items() if k[0] in ("sync", "scatter")
-        } == expected
-        stored = memory_bytes(w.config, work, 2)
-        assert engine.memory().get("residual", 0) == stored.get("residual", 0)
-        assert engine.memory()["gradients"] == stored["gradients"]
-        return stored
+    def rank_main(rank: int) -> list[bool]:
+        engine, _ = train(w, rank, 2)
+        had = bool(residual(engine).any())
+        synced(engine, [g * (torch.nan if rank == 3 else 1.0) for g in w.grads(rank, 7)])
+        engine.end_step(skipped=True)
+        clean = [not engine.gradients.buffer.any()]
+        for _ in range(2):
+            engine.gradients.scatter(PARAM_INDICES, w.grads(rank, 3), last=True)
+            engine.gradients.zero()
+            clean.append(not engine.gradients.buffer.any())
+        synced(engine, w.grads(rank, 3))
+        return [had, *clean, bool(torch.isfinite(owned(engine)).all())]
 
-    stored = run_threads(w.size, rank_main)[0]
-    assert ("residual" in stored) == (dtype == torch.float16)
+    assert run_threads(w.size, rank_main) == [[True] * 5] * 8
+    assert [record.levelname for record in caplog.records].count("WARNING") == 1
+
+
+def test_zero_grad_after_the_step_keeps_the_residual(caplog: pytest.LogCaptureFixture) -> None:
+    """Also after somebody has looked at the rank's own row, and written to it; nothing is said."""
+    w = world(block())
+
+    def rank_main(rank: int) -> bool:
+        engine, _ = train(w, rank, 2)
+        before = residual(engine)
+        engine.gradients.zero()
+        engine.gradients.peek().fill_(1)
+        engine.gradients.zero()
+        return (
+            torch.equal(residual(engine), before) and bool(before.any()) and not owned(engine).any()
+        )
+
+    assert all(run_threads(w.size, rank_main)) and not caplog.records
+
+
+def test_a_save_between_backward_and_step_leaves_out_the_residual(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Gradients were added to it, and one rank warns. FP16 has it apart."""
+    w = world(block())
+
+    def rank_main(rank: int, dtype: torch.dtype) -> dict[str, Any]:
+        of = replace(w, dtype=dtype)
+        engine, _ = train(of, rank, 2)
+        engine.gradients.scatter(PARAM_INDICES, of.grads(rank, 5), last=False)
+        return engine.state_dict()
+
+    assert not any(run_threads(w.size, rank_main, torch.float32))
+    assert [record.levelname for record in caplog.records].count("WARNING") == 1
+    for saved in run_threads(w.size, rank_main, torch.float16):
+        assert saved["zero_topo"]["sync"]["residual"].any()
+
+
+OTHER_PLANS: dict[str, tuple[dict[str, Any], torch.dtype]] = {
+    "another secondary": ({"secondary": None}, torch.float32),
+    "another optimizer": ({"optimizer": "node"}, torch.float32),
+    "a loss scaler": ({}, torch.float16),
+    "gradients over a GPU": ({"weights": 1, "secondary": None, "gradients": "gpu"}, torch.float32),
+    "gradients over the world": ({"gradients": "world"}, torch.float32),
+}
+"""A plan to go on with; with gradients over the world no rank has a place for a residual."""
+
+
+@pytest.mark.parametrize("other", OTHER_PLANS)
+def test_another_plan_takes_over_what_fits(other: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever is a peer in both gets its residual; one rank warns of what cannot be taken along."""
+    more, dtype = OTHER_PLANS[other]
+    w, to = world(block()), replace(world(block(**more)), dtype=dtype)
+
+    def rank_main(rank: int) -> tuple[list[tuple[int, Tensor]], list[tuple[int, Tensor]]]:
+        engine, _ = train(w, rank, 2)
+        saved = copy.deepcopy(engine.state_dict())
+        fresh = to.engine()
+        fresh.load_state_dict(saved)
+        return residuals_of(engine), residuals_of(fresh)
+
+    results = run_threads(w.size, rank_main)
+    lost = other == "gradients over the world"
+    assert [record.levelname for record in caplog.records].count("WARNING") == lost
+    if lost:
+        assert not any(after for _, after in results)
+        return
+    before, after = (summed(w, [of[i] for of in results]) for i in range(2))
+    assert all(torch.equal(a, b) and bool(a.any()) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("damaged", [{"residual": torch.zeros(2, 3)}, {"residual": None}, {}])
+def test_one_damaged_residual_starts_all_ranks_afresh(
+    damaged: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ranks that went on with theirs would send what another does not expect; one rank warns, and
+    names the rank.
+    """
+    w = world(block())
+
+    def rank_main(rank: int) -> bool:
+        engine, _ = train(w, rank, 2)
+        saved = copy.deepcopy(engine.state_dict())
+        if rank == 5:
+            saved["zero_topo"]["sync"] = damaged
+            saved["zero_topo"]["degrees"] = damaged and saved["zero_topo"]["degrees"]
+        fresh, _ = train(w, rank, 1)
+        fresh.load_state_dict(saved)
+        return bool(residual(fresh).any())
+
+    assert not any(run_threads(w.size, rank_main))
+    (said,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert "rank 5" in said

@@ -6,8 +6,6 @@ between resamplings.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,22 +13,12 @@ import torch
 from torch import Tensor
 
 from tests.harness import run_threads
-from tests.ranks.test_sparse_modes import (
-    PLACES,
-    Step,
-    check_nothing_is_lost,
-    mode_of,
-    observed,
-    sparse_world,
-)
+from tests.ranks.sync_cases import INTERVAL, PLACES, Step, mode_of, observed, sync_world
 from tests.ranks.trainer import Trainer, computed, usual_rate
 from tests.ranks.worlds import NUMELS, World
-from zero_topo.config.sparse_config import RadiusSync
-from zero_topo.cost import Workload, step_bytes
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.sync.radius import Radius
 
-INTERVAL = 3
 RATE = 0.01
 Rate = Callable[[int, int], float]  # of step and sub-group
 
@@ -47,17 +35,9 @@ class Seen(NamedTuple):
     masters: Tensor
 
 
-def radius_world(
-    setting: str, peers: int = 4, numels: tuple[int, ...] = NUMELS, **sync: Any
-) -> World:
-    """A world with the mode, on 2 x 2 x 2 or in plain data parallelism; of the usual parameters
-    there are two runs.
-    """
-    sync = {"density": 0.1, "interval": INTERVAL, "value_dtype": "fp32", **sync}
-    w = sparse_world(
-        PLACES[setting], peers if setting == "data parallel" else None, "radius", numels, **sync
-    )
-    return replace(w, chunk=1024)
+def radius_world(place: str, **sync: Any) -> World:
+    """A world with the mode, in two runs."""
+    return sync_world("radius", place, chunk=1024, value_dtype="fp32", **sync)
 
 
 def mask_of(engine: Stage3) -> Tensor:
@@ -70,16 +50,14 @@ def mask_of(engine: Stage3) -> Tensor:
 class Run(Trainer):
     """With AdamW."""
 
-    def __init__(
-        self, w: World, rank: int, rate: Rate = usual_rate, peeks_at: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, w: World, rank: int, rate: Rate = usual_rate) -> None:
         # With its usual epsilon the first step is the sign of the gradient, and all elements tie.
         super().__init__(w, rank, lambda masters: torch.optim.AdamW(masters, eps=1.0), 0.0)
-        self.rate, self.peeks_at = rate, peeks_at
+        self.rate = rate
 
     def step(self, step: int) -> Seen:
         """A whole step."""
-        rows = self.sync(step, step in self.peeks_at)
+        rows = self.sync(step)
         before, old, own = (
             mask_of(self.engine),
             self.table(self.masters),
@@ -90,21 +68,14 @@ class Run(Trainer):
         return Seen(observed(self.engine), (new - old)[own], before, mask_of(self.engine), new)
 
 
-def train(w: World, steps: int, **more: Any) -> list[list[Seen]]:
+def train(w: World, steps: int, rate: Rate = usual_rate) -> list[list[Seen]]:
     """Steps of every rank."""
 
     def rank_main(rank: int) -> list[Seen]:
-        trainer = Run(w, rank, **more)
+        trainer = Run(w, rank, rate)
         return [trainer.step(step) for step in range(steps)]
 
     return run_threads(w.size, rank_main)
-
-
-@lru_cache(maxsize=4)
-def trained(setting: str) -> tuple[World, list[list[Seen]]]:
-    """Two intervals and two steps of a setting."""
-    w = radius_world(setting)
-    return w, train(w, 2 * INTERVAL + 2)
 
 
 def chosen(w: World, update: Tensor) -> Tensor:
@@ -123,29 +94,15 @@ def chosen(w: World, update: Tensor) -> Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("value_dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("setting", PLACES)
-def test_nothing_is_lost(setting: str, value_dtype: str) -> None:
-    """What has not arrived is in the residual at every step; a resampling in FP32 leaves none, read
-    or not.
+@pytest.mark.parametrize("place", PLACES)
+def test_the_mask_is_that_of_the_last_resampling(place: str) -> None:
+    """All peers store it; the row of each is its own choice of the optimizer's update then; the
+    others' elements do not arrive. A resampling leaves no residual.
     """
-    w = radius_world(setting, value_dtype=value_dtype)
-    results = (
-        trained(setting)[1]
-        if value_dtype == "fp32"
-        else train(w, 2 * INTERVAL + 2, peeks_at=(1, INTERVAL))
-    )
-    check_nothing_is_lost(w, [[seen.step for seen in steps] for steps in results])
+    w = radius_world(place)
+    results = train(w, 2 * INTERVAL + 2)
     between = [step % INTERVAL != 0 for step in range(2 * INTERVAL + 2)]
-    assert value_dtype == "bf16" or all(has_residual(steps) == between for steps in results)
-
-
-@pytest.mark.parametrize("setting", PLACES)
-def test_the_mask_is_that_of_the_last_resampling(setting: str) -> None:
-    """All peers hold it; the row of each is its own choice of the optimizer's update then; the
-    others' stay away.
-    """
-    w, results = trained(setting)
+    assert all(has_residual(steps) == between for steps in results)
     plan = w.config.plan
     vectors = sum(plan.shard_numel(n) for n in w.numels if n == 1)
     lo, hi = plan.stages(plan.gradients, plan.world_size)[-1]
@@ -160,17 +117,6 @@ def test_the_mask_is_that_of_the_last_resampling(setting: str) -> None:
                 arrived = seen.step.own[vectors:] != 0
                 assert not (arrived & ~wanted[group.index(rank)]).any() and arrived.any()
     assert not torch.equal(results[0][0].after, results[0][INTERVAL].after)
-
-
-def test_replicas_agree_bit_for_bit() -> None:
-    """Gradients, masks and masters of all ranks are alike in data parallelism."""
-    _, results = trained("data parallel")
-    for steps in results[1:]:
-        for mine, theirs in zip(steps, results[0], strict=True):
-            assert torch.equal(mine.step.rows, theirs.step.rows) and torch.equal(
-                mine.masters, theirs.masters
-            )
-            assert torch.equal(mine.after, theirs.after)
 
 
 def test_a_step_skipped_after_some_updates_changes_nothing() -> None:
@@ -246,24 +192,3 @@ def test_updates_are_asked_for_at_resamplings_only() -> None:
         return asked
 
     assert run_threads(w.size, rank_main)[0] == [False, True, False, False, True]
-
-
-# -- bytes -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("value_dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("setting", ["topo", "data parallel"])
-def test_the_meter_counts_what_the_formulas_say(setting: str, value_dtype: str) -> None:
-    """Of a step that resamples and of one that does not, exactly."""
-    w = radius_world(setting, 3, NUMELS[1:], value_dtype=value_dtype)
-    plan, mode = w.config.plan, w.config.sync
-    assert isinstance(mode, RadiusSync)
-    widths = [plan.shard_numel(n) for n in w.numels]
-    resampling = mode.resampling_bytes(sum(widths), plan)
-    between = mode.between_bytes(widths, plan)
-    for steps in train(w, INTERVAL + 1):
-        sent = [seen.step.sent for seen in steps]
-        assert sent == [resampling, *[between] * (INTERVAL - 1), resampling]
-    work = replace(Workload.uniform(w.numels, itemsize=4), sync_itemsize=4)
-    booked = sum(n for (phase, _), n in step_bytes(w.config, work).items() if phase == "sync")
-    assert booked == round((resampling + (INTERVAL - 1) * between) / INTERVAL)

@@ -6,9 +6,7 @@ not sent.
 from __future__ import annotations
 
 import subprocess
-from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,13 +19,14 @@ from torch import Tensor
 
 from tests.harness import run_threads
 from tests.marks import often
-from tests.ranks.test_sparse_modes import (
-    DATA_PARALLEL,
-    PLACES,
+from tests.ranks.sync_cases import (
+    HIERARCHY,
     Step,
     mode_of,
     observed,
-    sparse_world,
+    residuals_of,
+    summed,
+    sync_world,
 )
 from tests.ranks.worlds import PLAIN, World, owned, residual_table, shuffled, synced, world
 from zero_topo.cli import main
@@ -36,11 +35,11 @@ from zero_topo.engine.shards import Layout
 from zero_topo.topology.model import Topology
 from zero_topo.topology.presets import emulated
 
-RESIDUAL: dict[str, dict[str, object]] = {
-    "ternary": {"density": 0.05},
-    "oktopk": {"density": 0.05},
-    "radius": {"density": 0.1, "value_dtype": "fp32"},
-    "tagc": {"value_dtype": "fp32"},
+RESIDUAL: dict[str, dict[str, Any]] = {
+    "ternary": {},
+    "oktopk": {"tau": 64},
+    "radius": {"value_dtype": "fp32", "interval": 64},
+    "tagc": {"value_dtype": "fp32", "theta": None},
 }
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 # More nodes; fewer ranks; another placement; another plan.
@@ -52,12 +51,9 @@ OTHERS = [
 ]
 
 
-def sparse(place: str, machine: Topology, mode: str, **sync: object) -> World:
+def sparse(place: str, machine: Topology, mode: str, **sync: Any) -> World:
     """A world with a sparse mode on a machine."""
-    return world(
-        {**PLACES[place], "quantize": PLAIN, "sync": {"mode": mode, **RESIDUAL[mode], **sync}},
-        machine,
-    )
+    return sync_world(mode, place, machine=machine, **{**RESIDUAL[mode], **sync})
 
 
 def residuals_after(
@@ -82,15 +78,9 @@ def residuals_after(
                 {"optimizer_state_dict": {"partition_count": w.size, **engine.state_dict()}},
                 save / name,
             )
-        unsent = mode_of(engine).residual_owners()
-        assert unsent is not None
-        return list(zip(unsent.owners, residual_table(mode_of(engine)), strict=True))
+        return residuals_of(engine)
 
-    total: dict[int, Tensor] = defaultdict(lambda: torch.zeros(w.columns))
-    for residuals in run_threads(w.size, rank_main):
-        for owner, part in residuals:
-            total[owner] += part
-    rows, begin, sums = torch.stack([total[owner] for owner in range(w.size)]), 0, {}
+    rows, begin, sums = torch.stack(summed(w, run_threads(w.size, rank_main))), 0, {}
     for index, numel in enumerate(w.numels):
         width = w.config.plan.shard_numel(numel)
         sums[f"p{index}"] = rows[:, begin : begin + width].reshape(-1)[:numel]
@@ -99,7 +89,9 @@ def residuals_after(
 
 
 @pytest.mark.parametrize("mode", RESIDUAL)
-@pytest.mark.parametrize("place", often(("topo", "replicated optimizer"), PLACES))
+@pytest.mark.parametrize(
+    "place", often(("topo", "replicated optimizer"), (*HIERARCHY, "data parallel"))
+)
 def test_the_sum_of_residuals_stays(place: str, mode: str, tmp_path: Path) -> None:
     """Element by element, from any plan to any other: parameters of odd sizes, ranks placed at
     random.
@@ -173,10 +165,7 @@ def test_state_of_other_settings_is_not_misread(
     """The same plan, and tensors of the same shapes: no element goes to another, and the next step
     loses nothing.
     """
-    place = {**DATA_PARALLEL, "optimizer": "world"}
-    old, new = (
-        replace(sparse_world(place, 3, mode, (300, 300), **sync), chunk=300) for sync in (was, now)
-    )
+    old, new = (sync_world(mode, "owned", 3, (300, 300), chunk=300, **sync) for sync in (was, now))
 
     def rank_main(rank: int) -> tuple[Tensor, Step]:
         engine = old.engine()

@@ -16,45 +16,35 @@ from torch import Tensor
 
 from benchmarks.bare import fake_world
 from tests.harness import run_threads
-from tests.marks import often
-from tests.ranks.test_sparse_modes import DATA_PARALLEL
+from tests.marks import late, often
+from tests.ranks.sync_cases import PLACES, residuals_of, summed
 from tests.ranks.trainer import Trainer
-from tests.ranks.worlds import NUMELS, PLAIN, World, owned, residual_table, world
+from tests.ranks.worlds import NUMELS, PLAIN, World, owned, world
 from zero_topo import AdamS
 from zero_topo.config.sparse_config import ScapeSync
-from zero_topo.cost import Workload, step_bytes
-from zero_topo.sync.scape import Scape
 from zero_topo.topology.presets import emulated
 
 BETAS = (0.9, 0.95)
 RATE, DECAY, EPS = 0.02, 0.1, 1e-8
 CLIP = 0.7
 SETTINGS: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
-    "hierarchy": ({"scheme": "topo", "optimizer": "node"}, (2, 2, 2)),
-    "three nodes": ({"scheme": "topo", "optimizer": "node"}, (3, 1, 2)),
-    "algorithm 2": ({**DATA_PARALLEL, "optimizer": "world"}, (4, 1, 1)),
+    "hierarchy": (PLACES["replicated optimizer"], (2, 2, 2)),
+    "three nodes": (PLACES["replicated optimizer"], (3, 1, 2)),
+    "algorithm 2": (PLACES["owned"], (4, 1, 1)),
     "optimizer over the world": ({"scheme": "topo", "gradients": "gpu"}, (2, 2, 2)),
     "gradients in a gpu": ({"scheme": "topo", "gradients": "gpu", "optimizer": "node"}, (2, 2, 2)),
-    "a group in the node first": (
-        {"weights": "gpu", "gradients": "gpu", "optimizer": "gpu"},
-        (2, 2, 2),
-    ),
-    "data parallel": (DATA_PARALLEL, (4, 1, 1)),
-    "data parallel over nodes": (DATA_PARALLEL, (2, 2, 1)),
+    "a group in the node first": (PLACES["gradients in a GPU"], (2, 2, 2)),
+    "data parallel": (PLACES["data parallel"], (4, 1, 1)),
+    "data parallel over nodes": (PLACES["data parallel"], (2, 2, 1)),
 }
-
 FEW = ("hierarchy", "algorithm 2", "a group in the node first")
-"""All others are in the tests of every step and of the bytes."""
 
 
-def scape_world(
-    setting: str, numels: tuple[int, ...] = NUMELS, mode: str = "scape", **sync: Any
-) -> World:
+def scape_world(setting: str, numels: tuple[int, ...] = NUMELS, **sync: Any) -> World:
     """A world with the mode and nothing quantized."""
     block, shape = SETTINGS[setting]
-    return world(
-        {**block, "quantize": PLAIN, "sync": {"mode": mode, **sync}}, emulated(*shape), numels
-    )
+    block = {**block, "quantize": PLAIN, "sync": {"mode": "scape", **sync}}
+    return world(block, emulated(*shape), numels)
 
 
 def gradient_rows(w: World, step: int, ranks: Sequence[int]) -> Tensor:
@@ -132,13 +122,10 @@ class Reference:
 
 
 class Seen(NamedTuple):
-    """After a step of one rank: optimizer rows ``[R, F]`` of weights and momentum, and bytes
-    sent.
-    """
+    """After a step of one rank: optimizer rows ``[R, F]`` of weights and momentum."""
 
     weights: Tensor
     momentum: Tensor
-    sent: int
 
 
 class Run(Trainer):
@@ -155,8 +142,7 @@ class Run(Trainer):
         rows = self.sync(step)
         self.update(rows * self._clipping(), lambda group: RATE)
         self.engine.end_step(skipped=False)
-        sent = sum(n for (phase, _), n in self.engine.meter.last_step.items() if phase == "sync")
-        return Seen(self.table(self.masters), self.table([m.mean for m in self.moments()]), sent)
+        return Seen(self.table(self.masters), self.table([m.mean for m in self.moments()]))
 
     def _clipping(self) -> float:
         """The factor, of the norm over distinct rows, of which each rank counts its own."""
@@ -213,7 +199,7 @@ def test_each_parameter_or_run_may_have_a_share_of_its_own(setting: str, select:
 
 @pytest.mark.parametrize(
     ("numel", "density", "value_dtype"),
-    [(2, 0.5, "fp32"), (1000, 0.01, "bf16"), (30_000, 0.001, "fp32"), (30_000, 0.3, "bf16")],
+    [(2, 0.5, "fp32"), late(1000, 0.01, "bf16"), (30_000, 0.3, "bf16")],
 )
 @pytest.mark.parametrize("setting", often(FEW, SETTINGS))
 def test_nothing_is_lost(setting: str, numel: int, density: float, value_dtype: str) -> None:
@@ -221,28 +207,21 @@ def test_nothing_is_lost(setting: str, numel: int, density: float, value_dtype: 
     included.
     """
     w = scape_world(setting, (numel,), density=density, value_dtype=value_dtype)
-    plan, b1 = w.config.plan, BETAS[0]
+    b1 = BETAS[0]
 
     def rank_main(rank: int) -> list[tuple[Tensor, list[tuple[int, Tensor]]]]:
         trainer, found = Run(w, rank), []
-        mode = trainer.engine.gradients.mode
-        assert isinstance(mode, Scape)
+        row = trainer.engine.layout.row(w.config.plan.optimizer)
         for step in range(4):
-            seen = trainer.step(step)
-            lo, hi = plan.stages(plan.gradients, plan.world_size)[-1]
-            own = seen.momentum[trainer.engine.layout.row(plan.optimizer)]
-            found.append(
-                (own, list(zip(plan.group(rank, lo, hi), residual_table(mode), strict=True)))
-            )
+            own = trainer.step(step).momentum[row]
+            found.append((own, residuals_of(trainer.engine)))
         return found
 
     results = run_threads(w.size, rank_main)
     before = [torch.zeros(w.columns) for _ in range(w.size)]
     for step in range(4):
-        residuals = [torch.zeros(w.columns) for _ in range(w.size)]
-        for found in results:
-            for member, part in found[step][1]:
-                residuals[member] += (1 - b1) * part
+        every = summed(w, [found[step][1] for found in results])
+        residuals = [(1 - b1) * residual for residual in every]
         for rank in range(w.size):
             now = results[rank][step][0] + residuals[rank]
             torch.testing.assert_close(
@@ -252,22 +231,12 @@ def test_nothing_is_lost(setting: str, numel: int, density: float, value_dtype: 
             before[rank] = results[rank][step][0] + residuals[rank] / b1
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_the_meter_counts_what_the_formula_says(setting: str) -> None:
-    """Masked values there and back, and bits."""
-    w = scape_world(setting, (40_000,), density=0.01)
-    work = Workload.uniform(w.numels, itemsize=4)
-    expected = sum(n for (phase, _), n in step_bytes(w.config, work).items() if phase == "sync")
-    for found in train(w, 3):
-        assert [seen.sent for seen in found[1:]] == [expected] * 2
-
-
 def test_another_optimizer_is_refused() -> None:
     """By the mode, whoever built the optimizer."""
     w = scape_world("data parallel")
     with (
         fake_world(w.size),
-        pytest.raises(ValueError, match=r'AdamW: .*"optimizer": \{"type": "AdamS"\}'),
+        pytest.raises(ValueError, match="AdamS"),
     ):
         w.engine().gradients.mode.check_optimizer(
             torch.optim.AdamW([torch.zeros(1, requires_grad=True)])

@@ -9,12 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ranks.test_sparse_modes import DATA_PARALLEL, run, sparse_world
+from tests.ranks.sync_cases import run, sync_world
 from zero_topo.config.sparse_config import TERNARY_BLOCK as BLOCK
 from zero_topo.config.sparse_config import TernarySync
-
-SHARDED = {**DATA_PARALLEL, "optimizer": "world"}
-PLANS = {"sharded": SHARDED, "everywhere": DATA_PARALLEL}
 
 
 def ternary(row: Tensor, selections: int) -> Tensor:
@@ -36,15 +33,15 @@ def ternary(row: Tensor, selections: int) -> Tensor:
 @pytest.mark.parametrize(
     ("density", "share"), [(0.05, 1.0), (0.001, 1.0), (0.7, 1.0), (0.05, 0.02), (0.0001, 1.0)]
 )
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("place", ["owned", "data parallel"])
 def test_the_largest_of_each_block_travel_as_signs_of_their_mean(
-    plan: str, density: float, share: float
+    place: str, density: float, share: float
 ) -> None:
     """Of three ranks' rows but an owner's own, and then of the sums with that; where few elements
     are not zero none of the others moves, nor where a row fills no block.
     """
     peers, numel = 3, 3 * 9000
-    w = sparse_world(PLANS[plan], peers, "ternary", (numel,), density=density)
+    w = sync_world("ternary", place, peers, (numel,), density=density)
     selections = TernarySync(density=density).selections
     grads = []
     for rank in range(peers):
@@ -62,7 +59,7 @@ def test_the_largest_of_each_block_travel_as_signs_of_their_mean(
     sums = [torch.stack(one).sum(dim=0) for one in sent]
     results = run(w, 1, lambda rank, _: [grads[rank].clone()])
     for rank, (found,) in enumerate(results):
-        everywhere = plan == "everywhere"
+        everywhere = place == "data parallel"
         assert not everywhere or torch.equal(found.rows, results[0][0].rows)
         for reported, row in zip(
             found.rows if everywhere else [found.own],

@@ -88,17 +88,18 @@ COMBINED = (
 
 @dataclass(frozen=True)
 class World:
-    """A machine, a config on it, the parameters' elements, and those that a run may have at
-    most.
+    """A machine, a config on it, the parameters' elements, those that a run may have at most, and
+    the type of weights and gradients.
     """
 
     config: ResolvedConfig
     numels: tuple[int, ...]
     chunk: int = 1 << 20
+    dtype: torch.dtype = torch.float32
 
     def engine(
         self,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
         chunk: int | None = None,
         loss_scale: Callable[[], float] = lambda: 1.0,
         moments: Callable[[], Sequence[Moment]] = tuple,
@@ -119,16 +120,27 @@ class World:
             for param_index, p in enumerate(matrices(self.numels))
         ]
         return bare_engine(
-            self.config, parameters, dtype, chunk or self.chunk, loss_scale, moments, device=DEVICE
+            self.config,
+            parameters,
+            dtype or self.dtype,
+            chunk or self.chunk,
+            loss_scale,
+            moments,
+            device=DEVICE,
         )
 
     def params(self, dtype: torch.dtype = torch.float32) -> list[Tensor]:
         """The same whole parameters on every rank."""
         return [param.to(dtype, copy=True) for param in drawn(self.numels, 7)]
 
-    def grads(self, rank: int, step: int = 0, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-        """A rank's own whole gradients."""
-        return [grad.to(dtype, copy=True) for grad in drawn(self.numels, 1000 * step + rank)]
+    def grads(self, rank: int, step: int = 0, dtype: torch.dtype | None = None) -> list[Tensor]:
+        """A rank's own whole gradients; of a world of FP16 with so few bits that a loss scale
+        changes none.
+        """
+        grads = drawn(self.numels, 1000 * step + rank)
+        if self.dtype == torch.float16:
+            grads = [grad.bfloat16() for grad in grads]
+        return [grad.to(dtype or self.dtype, copy=True) for grad in grads]
 
     def own_columns(self, rank: int, grads: list[Tensor]) -> Tensor:
         """A rank's own row of whole gradients."""
