@@ -58,17 +58,13 @@ def test_other_ranks_another_machine_and_plan_go_on_from_it(
     )
 
 
-def test_the_plain_checkpoint_needs_no_conversion(found: dict[str, Results]) -> None:
-    """From two ranks to eight, from eight to four, from four to four on another plan and other
-    sub-groups.
-
-    Weights, masters and losses have the bits that the universal checkpoint gives.
-    """
-    for ranks in ("eight", "four"):
-        mine = found[ranks]["rich"]
-        assert mine["half-way"] == mine["universal"]
-    mine, theirs = found["four"]["plain"], found["four"]["topo"]
-    assert (mine["different"], mine["losses"]) == (theirs["different"], theirs["losses"])
+def test_other_ranks_are_sent_to_the_conversion(found: dict[str, Results]) -> None:
+    """All of them, before anything has changed."""
+    refused = found["eight"]["refused"]
+    assert len(set(refused["lines"])) == 1
+    for word in ("saved by 2 ranks", "has 8", "ds_to_universal", "load_universal"):
+        assert word in refused["lines"][0]
+    assert refused["kept"]
 
 
 def test_residuals_arrive_on_other_ranks_as_on_their_own(found: dict[str, Results]) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from deepspeed.runtime import engine as ds_engine
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -30,14 +32,18 @@ from torch import Tensor
 from zero_topo.engine.agreement import all_can
 from zero_topo.engine.residual_transfer import carried, first_line
 from zero_topo.engine.stage3 import Stage3
-from zero_topo.hook.resharding import FRAGMENTS, Saved, file_name, mapped, named
 from zero_topo.hook.seam import MODEL_FILES, replaced, wrapping
 from zero_topo.sync import Parameter
 
 logger = logging.getLogger(__name__)
 COUNTS = ("global_steps", "skipped_steps", "global_samples", "dp_world_size", "mp_world_size")
 WAY_OUT = "nothing has changed; copy that rank's files anew, or name another tag"
-DROPS = "residual is dropped"
+FRAGMENTS = "frozen_param_fragments"
+CONVERT = (
+    "convert it with DeepSpeed's ds_to_universal, and load that with "
+    '"checkpoint": {"load_universal": true}'
+)
+RESUME = "with expert_parallel resume with the ranks and the settings that saved it"
 Group = dict[str, Any]
 Contents = dict[Path, Any]
 """What DeepSpeed gets for a file; some of these files do not exist."""
@@ -76,6 +82,34 @@ def loading_together(load: Callable[..., Any], engine: Any, *args: Any, **kwargs
     if groups:
         _restore_groups(engine.optimizer.param_groups, groups)
     return loaded
+
+
+def file_name(rank: int, kind: str, tensor_rank: int = 0) -> str:
+    """Return DeepSpeed's name of a rank's file of "model" or "optim" states, without the prefix of
+    BF16.
+
+    Args:
+        rank: its number in the data-parallel group.
+        kind: "model" or "optim".
+        tensor_rank: its number in the tensor-parallel group.
+    """
+    return f"zero_pp_rank_{rank}_mp_rank_{tensor_rank:02d}_{kind}_states.pt"
+
+
+def mapped(path: Path) -> Any:
+    """Load a file of ``torch.save``; tensors are memory-mapped."""
+    with named(path):
+        # As DeepSpeed reads it
+        return torch.load(path, map_location="cpu", weights_only=False, mmap=True)
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Convert any error inside the context to a ValueError that names the file."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{path} cannot be read ({first_line(error)})") from None
 
 
 @contextmanager
@@ -168,12 +202,6 @@ def _agreed(
     compared = groups_of_ranks if len(groups_of_ranks) > 1 else ()
     if refused := all_can(problem, facts, engine.device, WAY_OUT, compared):
         raise ValueError(f"zero_topo: the checkpoint is not loaded: {refused}")
-    if facts.get(DROPS) and dist.get_rank() == 0:
-        logger.warning(
-            "zero_topo: other ranks or another order of parameters saved this checkpoint: the "
-            "residual of sync is "
-            'dropped; a universal checkpoint and "zero-topo carry" take it along'
-        )
     return tag, groups
 
 
@@ -204,8 +232,10 @@ def _files(
 
 
 def _own_files(engine: Any, contents: Contents, folder: Path, states: bool) -> dict[str, Any]:
-    """Read this rank's files, recut if needed (Note [Recut]); return the facts that must be equal
-    on all ranks.
+    """Read this rank's files; return the facts that must be equal on all ranks.
+
+    Raises:
+        ValueError: if other ranks saved them, or in another order: shards are then cut elsewhere.
     """
     mesh = engine.optimizer.topo.mesh
     tensor_rank = _tensor_rank(engine)
@@ -224,46 +254,22 @@ def _own_files(engine: Any, contents: Contents, folder: Path, states: bool) -> d
     optimizer = folder / f"{prefix}{file_name(rank, 'optim', tensor_rank)}"
     own = engine.optimizer.fp16_groups
     shapes = [{engine.param_names[param]: param.ds_shape for param in group} for group in own]
-    names = [[*of] for of in found.get("param_shapes") or shapes]
-    alike = names == [[*of] for of in shapes] and found.get("dp_world_size", ranks) == ranks
-    if len(engine.optimizer.engines()) > 1:
-        alike = _same_experts(path, found, shapes, alike)
-    if alike:
-        stored = _read(engine, optimizer, contents)
-    else:
-        saved = Saved(folder, prefix, rank, ranks, tensor_rank)
-        contents[path] = saved.model(found, shapes)
-        groups = [engine.optimizer.sub_group_to_group_id[index] for index in range(len(own))]
-        stored = contents[optimizer] = saved.optimizer(shapes, groups)
-        facts = {
-            "saved by": found["dp_world_size"],
-            **_model(contents[path]),
-            DROPS: saved.drops_residual(shapes),
-        }
+    way = RESUME if len(engine.optimizer.engines()) > 1 else CONVERT
+    if (saved := found.get("dp_world_size", ranks)) != ranks:
+        raise ValueError(f"{path} was saved by {saved} ranks, this run has {ranks}: {way}")
+    if _sizes(found.get("param_shapes") or shapes) != _sizes(shapes):
+        raise ValueError(
+            f"{path} has other parameters, or has them in other sub-groups or another order: give "
+            "this run the model, the parameter groups and the sub_group_size of the one that saved "
+            f"it, or {way}"
+        )
+    stored = _read(engine, optimizer, contents)
     return {**facts, "optimizer": _optimizer(optimizer, stored, engine.optimizer)}
 
 
-def _same_experts(
-    path: Path,
-    found: Mapping[str, Any],
-    shapes: Sequence[Mapping[str, Any]],
-    alike: bool,
-) -> bool:
-    """Return True if the ranks and the shapes of a run with expert parallelism are those of this
-    run.
-
-    Raises:
-        ValueError: otherwise: experts are sharded over other ranks than dense parameters, and no
-            file says which.
-    """
-    saved = [tuple(shape) for of in found.get("param_shapes", ()) for shape in of.values()]
-    own = [tuple(shape) for of in shapes for shape in of.values()]
-    if not alike or saved != own:
-        raise ValueError(
-            f"{path} is of a run with other ranks, sub-groups or another expert-parallel size: "
-            "with expert_parallel resume with the same"
-        )
-    return True
+def _sizes(shapes: Sequence[Mapping[str, Any]]) -> list[list[tuple[str, int]]]:
+    """Return the parameters of each sub-group with their sizes: where shards are cut."""
+    return [[(name, math.prod(shape)) for name, shape in of.items()] for of in shapes]
 
 
 def _tensor_rank(engine: Any) -> int:
