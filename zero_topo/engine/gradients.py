@@ -53,7 +53,7 @@ from operator import and_
 import torch
 from torch import Tensor
 
-from zero_topo.collectives.queue import Handle, OrderedQueue
+from zero_topo.collectives.queue import Handle, Queues
 from zero_topo.collectives.transport import reduce_scatter, shard_view
 from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Mesh
@@ -78,8 +78,7 @@ class Gradients:
             backend].
         run_numel: parameter elements per collective of sync; None for all.
         loss_scale: returns the current loss scale.
-        scatters: the ordered queue in which a scatter of two groups runs.
-        queue: that of sync.
+        queues: those of scatters in two groups, and of sync.
         averaged: number of ranks over whose gradients the mean is taken, if more than the plan has:
             of experts.
 
@@ -98,8 +97,7 @@ class Gradients:
         backend: Sequence[bool],
         run_numel: int | None,
         loss_scale: Callable[[], float],
-        scatters: OrderedQueue,
-        queue: OrderedQueue,
+        queues: Queues,
         averaged: int | None = None,
     ) -> None:
         self.layout = layout
@@ -108,14 +106,15 @@ class Gradients:
         self._wire = wire
         self._loss_scale = loss_scale
         self._meter = mesh.meter
-        self._queue = queue
+        self._queue = queues.updates
         self._averaged = averaged or layout.plan.world_size
         self._hierarchy = mesh.hierarchy(1, layout.plan.gradients).metered("scatter")
         groups = self._hierarchy.groups
         sums = [group.sums for group in groups]
         self.backend = tuple(map(and_, backend, sums))
-        # Note [Staged scatter]
-        self._scatters = scatters if len(groups) > 1 and scatters.overlaps else None
+        # See Note [Staged scatter].
+        staged = len(groups) > 1 and queues.scatters.overlaps
+        self._scatters = queues.scatters if staged else None
         self._scattered: Handle[None] = Handle()
         # Parameters whose scatter has begun and not ended.
         self._coming: set[int] = set()

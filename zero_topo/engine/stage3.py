@@ -195,8 +195,7 @@ class Stage3:
             config.backend_adds,
             self.run_numel,
             self._loss_scale,
-            self.queues.scatters,
-            self.queues.updates,
+            self.queues,
             self._averaged,
         )
 

@@ -37,7 +37,7 @@ from torch import Tensor, optim
 from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 
-from zero_topo.collectives.queue import OrderedQueue, on_gpu
+from zero_topo.collectives.queue import Queues, on_gpu
 from zero_topo.config.sparse_config import OkTopkSync
 from zero_topo.engine.agreement import check_replicas
 from zero_topo.engine.gradients import Gradients
@@ -187,12 +187,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         )
         mode = build_mode(config.sync, context)
         mode.check_optimizer(self.inner)
-        queue = OrderedQueue(device, overlap=config.overlap, staged=True)
+        queues = Queues(device, config.overlap)
         wire = cast_to(weights)  # unused: FSDP2's modules reduce their gradients themselves
         self.gradients = Gradients(
-            layout, mesh, mode, wire, (False,), run_numel, lambda: 1.0, queue, queue
+            layout, mesh, mode, wire, (False,), run_numel, lambda: 1.0, queues
         )
-        self.publisher = Publisher(stored, weights, config, mesh, bucket, queue)
+        self.publisher = Publisher(stored, weights, config, mesh, bucket, queues.updates)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group while the optimizer is built; later ones have no gradient shard."""
