@@ -126,9 +126,7 @@ def test_the_latest_is_named_when_all_files_are_in_their_places(tmp_path: Path) 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_says_what_is_wanted(number: int, tmp_path: Path) -> None:
-    """Torch wraps the error in words about positions; the user reads of file, sizes and ways
-    out.
-    """
+    """Torch wraps the error in words about positions; the user reads of file, reason and ways out."""
 
     class Full(TorchCheckpointEngine):
         def save(self, state_dict: Any, file: Any) -> None:
@@ -142,11 +140,9 @@ def test_a_full_disk_says_what_is_wanted(number: int, tmp_path: Path) -> None:
         alongside.save({"x": torch.zeros(10**6)}, str(tmp_path / "new.pt"))
         alongside.commit(CheckpointCommitInfo(tag="new", save_dir=str(tmp_path), save_latest=False))
 
-    wanted = (
-        r"new\.pt cannot be written \(.*\): it takes 4\.00 MB, .* are free there; delete "
-        r"older checkpoints, raise"
-    )
-    with pytest.raises(OSError, match=wanted):
+    with pytest.raises(
+        OSError, match=r"new\.pt cannot be written \(.*\): delete older checkpoints"
+    ):
         run_threads(1, rank_main)
 
 

@@ -29,13 +29,11 @@ import torch
 from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, TorchCheckpointEngine
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
-from torch.utils._pytree import tree_leaves
 
 from zero_topo.engine.agreement import all_can
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.hook.inference import TopoInference
 from zero_topo.hook.seam import RECOVERY_SCRIPT, replaced, wrapping
-from zero_topo.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +117,7 @@ class AtomicSaves:
         """Write a temporary file and fsync it: some file systems report only then that they are
         full.
         """
-        with self._keeping(path, state_dict):
+        with self._keeping(path):
             self._write(Path(path), lambda file: self._stock.save(state_dict, file))
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
@@ -159,13 +157,13 @@ class AtomicSaves:
                     path.parent.rmdir()
 
     @contextmanager
-    def _keeping(self, path: str | Path, content: Any = None) -> Iterator[None]:
+    def _keeping(self, path: str | Path) -> Iterator[None]:
         """Store the first error with a path until all ranks reach a check in ``commit``."""
         try:
             yield
         except Exception as error:
             # Torch raises RuntimeError for a full disk, pickle its own errors.
-            self._problem = self._problem or _sentence(Path(path), error, content)
+            self._problem = self._problem or _sentence(Path(path), error)
 
     def _write(self, path: Path, fill: Callable[[Any], object]) -> None:
         if self._problem is not None:
@@ -199,7 +197,7 @@ def _temporary(path: Path) -> Path:
     return path.with_name(f"{path.name}{PART}")
 
 
-def _sentence(path: Path, error: Exception, content: Any) -> str:
+def _sentence(path: Path, error: Exception) -> str:
     """Return a message about an error with a path: the path, the reason and the remedy."""
     if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
         error = error.__context__  # torch's own error describes only a consequence
@@ -208,13 +206,4 @@ def _sentence(path: Path, error: Exception, content: Any) -> str:
     reason = f"{path} cannot be written ({error.strerror})"
     if error.errno not in FULL:
         return f"{reason}: make its folder writable, or save into another"
-    # A storage counts once, however many views of it are saved.
-    tensors = [leaf for leaf in tree_leaves(content) if isinstance(leaf, torch.Tensor)]
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    size = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-    place = os.statvfs(next(folder for folder in path.parents if folder.exists()))
-    free = format_bytes(place.f_bavail * place.f_frsize)
-    return (
-        f"{reason}: it takes {format_bytes(size)}, other ranks' about as much, and {free} are free "
-        "there; delete older checkpoints, raise the quota, or save into another folder"
-    )
+    return f"{reason}: delete older checkpoints, raise the quota, or save into another folder"
