@@ -126,7 +126,7 @@ def test_the_latest_is_named_when_all_files_are_in_their_places(tmp_path: Path) 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_says_what_is_wanted(number: int, tmp_path: Path) -> None:
-    """Torch wraps the error in words about positions; the user reads of file, reason and ways out."""
+    """Torch wraps the error in words about positions; the user reads of file and ways out."""
 
     class Full(TorchCheckpointEngine):
         def save(self, state_dict: Any, file: Any) -> None:
