@@ -29,32 +29,30 @@ ZT_DEVICE zt_extremes zt_scaled_nf4(uint32_t width) {
     return {byte, {zt_div(2.0f, zt_bits<float>(zt_nf4_scale(byte))), byte == 255 ? 0 : ~0u}};
 }
 
-template <int N, bool NF4> ZT_DEVICE zt_extremes zt_measure(const float *v, int lanes, int bits) {
-    uint32_t most = 0;
+/* -- Quantizing ---------------------------------------------------------------------------------------------------- */
+
+/* The bits of the largest |x| in a block, of which each of LANES lanes has WORDS words. Two 16-bit values are compared at
+ * once; that a NaN becomes the canonical one does not matter, as the scale of its block is one constant. */
+template <int WORDS, int DTYPE, int LANES> ZT_DEVICE uint32_t zt_widest(const uint32_t *words) {
+    const uint32_t sizes = DTYPE == ZT_FP32 ? 0x7fffffffu : 0x7fff7fffu; /* without signs */
+    uint32_t most = words[0] & sizes;
 #pragma unroll
-    for (int k = 0; k < N; k++) {
-        const uint32_t size = zt_bits<uint32_t>(v[k]) & 0x7fffffffu;
-        most = size > most ? size : most;
+    for (int k = 1; k < WORDS; k++) {
+        const uint32_t size = words[k] & sizes;
+        if (DTYPE == ZT_FP32)
+            most = size > most ? size : most;
+        else
+            most = zt_larger_two<DTYPE>(most, size);
     }
-    for (int by = lanes / 2; by > 0; by /= 2) {
-        const uint32_t other = zt_shuffle_xor(most, by, lanes);
+    if (DTYPE != ZT_FP32) most = zt_larger_two<DTYPE>(most, most >> 16) & 0xffffu;
+    if (DTYPE == ZT_BF16) most <<= 16;
+    if (DTYPE == ZT_FP16) most = zt_bits<uint32_t>(zt_from_fp16(most)) & 0x7fffffffu;
+#pragma unroll
+    for (int by = LANES / 2; by > 0; by /= 2) {
+        const uint32_t other = zt_shuffle_xor(most, by, LANES);
         most = other > most ? other : most;
     }
-    return NF4 ? zt_scaled_nf4(most) : zt_scaled(most, (float)((1 << (bits - 1)) - 1));
-}
-
-template <int UNITS, int BITS, bool NF4>
-ZT_DEVICE void zt_store_block(const float *v, zt_place place, zt_coder coder, const zt_nf4_table *table,
-                              uint8_t *message) {
-    message += zt_packed_offset<BITS>(place);
-#pragma unroll
-    for (int u = 0; u < UNITS; u++) {
-        uint8_t *to = message + zt_unit_of(place, u) * BITS;
-        if constexpr (NF4)
-            zt_store_packed<4>(to, zt_pack_nf4(v + u * ZT_UNIT, coder, *table));
-        else
-            zt_store_packed<BITS>(to, zt_pack<BITS>(v + u * ZT_UNIT, coder));
-    }
+    return most;
 }
 
 /* NF4's table in shared memory; none for other formats. All threads of the block come here. */
@@ -70,84 +68,126 @@ template <bool NF4> ZT_DEVICE const zt_nf4_table *zt_shared_nf4() {
     }
 }
 
-/* Quantizes one block out of the registers of its lanes. All lanes come here; those of no block write nothing. */
-template <int UNITS, bool NF4>
-ZT_DEVICE void zt_encode(const float *v, zt_place place, const zt_planes &planes, const zt_nf4_table *table,
-                         const zt_gpu_messages &messages) {
-    const int bits = planes.spec.bits;
-    const zt_extremes extremes = zt_measure<UNITS * ZT_UNIT, NF4>(v, place.lanes, bits);
-    if (place.block >= planes.blocks) return;
-    uint8_t *message = zt_message_at(messages, place.member), *scales = message + planes.scales;
-    if (!NF4 && bits == 8)
-        zt_store_block<UNITS, 8, false>(v, place, extremes.coder, table, message);
+/* Writes a lane's units, whose words are values of DTYPE, and the block's scale, if the block exists. */
+template <typename F, int UNITS, int DTYPE>
+ZT_DEVICE void zt_encode_block(const uint32_t *words, uint32_t width, const zt_nf4_table *table, bool exists, uint8_t *values,
+                               uint8_t *scale) {
+    const zt_extremes extremes = F::nf4 ? zt_scaled_nf4(width) : zt_scaled(width, (float)((1 << (F::bits - 1)) - 1));
+    zt_packed<F::bits> packed[UNITS];
+#pragma unroll
+    for (int u = 0; u < UNITS; u++) {
+        float v[ZT_UNIT];
+        zt_from_words<DTYPE>(words + zt_words<DTYPE> * u, v);
+        if constexpr (F::nf4)
+            packed[u] = zt_pack_nf4(v, extremes.coder, *table);
+        else
+            packed[u] = zt_pack<F::bits>(v, extremes.coder);
+    }
+    if (!exists) return;
+#pragma unroll
+    for (int u = 0; u < UNITS; u++) zt_store_packed<F::bits>(values + u * (zt_lanes<F, UNITS> * F::bits), packed[u]);
+    if (zt_lane<zt_lanes<F, UNITS>>() != 0) return;
+    if constexpr (F::nf4)
+        zt_store<uint8_t>(scale, (uint8_t)extremes.scale);
     else
-        zt_store_block<UNITS, 4, NF4>(v, place, extremes.coder, table, message);
-    if (place.lane != 0) return;
-    if constexpr (NF4)
-        zt_store<uint8_t>(scales + place.block, (uint8_t)extremes.scale);
-    else
-        zt_store<uint32_t>(scales + place.block * ZT_WIRE_SCALE_BYTES, extremes.scale);
+        zt_store<uint32_t>(scale, extremes.scale);
 }
 
-/* Adds a lane's units of MANY messages from `first` on to v, in their order, after reading them all. */
-template <int MANY, int UNITS, int BITS, bool NF4>
-ZT_DEVICE void zt_add_messages(const zt_gpu_messages &messages, int first, const zt_planes &planes, zt_place place,
-                               const uint8_t *of_member, float *v) {
-    zt_packed<BITS> packed[MANY][UNITS];
+/* The words of a lane's units of sums; of the block `present` values exist, and the others are 0. */
+template <typename F, int UNITS> ZT_DEVICE void zt_words_of_sums(const float *v, int lane, int64_t present, uint32_t *words) {
+    const int limit = present < F::size ? (int)present : F::size;
+#pragma unroll
+    for (int k = 0; k < UNITS * ZT_UNIT; k++) {
+        const int at = (k / ZT_UNIT * zt_lanes<F, UNITS> + lane) * ZT_UNIT + k % ZT_UNIT;
+        words[k] = at < limit ? zt_bits<uint32_t>(v[k]) : 0;
+    }
+}
+
+/* -- Sums ---------------------------------------------------------------------------------------------------------- */
+
+/* A level of NF4 for each lane, all of them twice in 32: a shuffle looks a nibble up. */
+ZT_DEVICE uint32_t zt_level_of_lane() {
+    float q[ZT_UNIT];
+    zt_unpack_nf4({{(threadIdx.x & 15) * 0x11111111u}}, q);
+    return zt_bits<uint32_t>(q[0]);
+}
+
+/* v = a unit's values, or += them: a product and a sum, one rounding each. NF4's products are exact, 7 bits times 3, so
+ * that a fused operation has the same bits. All lanes come here together. */
+template <typename F, bool FIRST>
+ZT_DEVICE void zt_add_unit(zt_packed<F::bits> packed, float scale, uint32_t level, float *v) {
+    float q[ZT_UNIT];
+    if constexpr (F::nf4) {
+#pragma unroll
+        for (int k = 0; k < ZT_UNIT; k++)
+            q[k] = zt_bits<float>(zt_shuffle(level, (int)(packed.word[0] >> (4 * k)), 16));
+    } else {
+        zt_unpack<F::bits>(packed, q);
+    }
+#pragma unroll
+    for (int k = 0; k < ZT_UNIT; k++) {
+        if constexpr (FIRST)
+            v[k] = zt_mul(q[k], scale);
+        else if constexpr (F::nf4)
+            v[k] = zt_fma(q[k], scale, v[k]);
+        else
+            v[k] = zt_add(v[k], zt_mul(q[k], scale));
+    }
+}
+
+template <typename F> ZT_DEVICE float zt_load_scale(const uint8_t *scale) {
+    if constexpr (F::nf4)
+        return zt_bits<float>(zt_nf4_scale(zt_load<uint8_t>(scale)));
+    else
+        return zt_bits<float>(zt_load<uint32_t>(scale));
+}
+
+/* A lane's units of a block, of which the first lies at `values`. */
+template <typename F, int UNITS> ZT_DEVICE void zt_load_block(const uint8_t *values, zt_packed<F::bits> *packed) {
+#pragma unroll
+    for (int u = 0; u < UNITS; u++) packed[u] = zt_load_packed<F::bits>(values + u * (zt_lanes<F, UNITS> * F::bits));
+}
+
+/* v = a lane's units of MANY messages from `begin` on, or += them, in their order, after reading them all. */
+template <typename F, int UNITS, int MANY, bool FIRST>
+ZT_DEVICE void zt_add_messages(const zt_gpu_messages &messages, int begin, const zt_block &block, uint32_t level, float *v) {
+    zt_packed<F::bits> packed[MANY][UNITS];
     float scale[MANY];
+    int64_t offset = zt_source_offset(messages, begin);
 #pragma unroll
     for (int i = 0; i < MANY; i++) {
-        const uint8_t *message = of_member + zt_source_offset(messages, first + i);
-        const uint8_t *values = message + zt_packed_offset<BITS>(place);
-        const uint8_t *scales = message + planes.scales;
-        if constexpr (NF4)
-            scale[i] = zt_bits<float>(zt_nf4_scale(zt_load<uint8_t>(scales + place.block)));
-        else
-            scale[i] = zt_bits<float>(zt_load<uint32_t>(scales + place.block * ZT_WIRE_SCALE_BYTES));
-#pragma unroll
-        for (int u = 0; u < UNITS; u++) packed[i][u] = zt_load_packed<BITS>(values + zt_unit_of(place, u) * BITS);
+        if (FIRST && zt_arguments_are_operands) offset = messages.early[i];
+        scale[i] = zt_load_scale<F>(block.scale + offset);
+        zt_load_block<F, UNITS>(block.values + offset, packed[i]);
+        offset += zt_step_after(messages, begin + i);
     }
 #pragma unroll
     for (int i = 0; i < MANY; i++) {
 #pragma unroll
         for (int u = 0; u < UNITS; u++) {
-            float q[ZT_UNIT];
-            if constexpr (NF4)
-                zt_unpack_nf4(packed[i][u], q);
+            if (FIRST && i == 0)
+                zt_add_unit<F, true>(packed[i][u], scale[i], level, v + u * ZT_UNIT);
             else
-                zt_unpack<BITS>(packed[i][u], q);
-#pragma unroll
-            for (int k = 0; k < ZT_UNIT; k++)
-                v[u * ZT_UNIT + k] = zt_add(v[u * ZT_UNIT + k], zt_mul(q[k], scale[i]));
+                zt_add_unit<F, false>(packed[i][u], scale[i], level, v + u * ZT_UNIT);
         }
     }
 }
 
-/* v = the sum of a lane's units over the messages to its member, in their order. */
-template <int UNITS, int BITS, bool NF4>
-ZT_DEVICE void zt_sum(const zt_gpu_messages &messages, const zt_planes &planes, zt_place place, float *v) {
-    const int ahead = UNITS == 8 ? 1 : 2; /* as many as registers hold */
-    const uint8_t *of_member = zt_message_at(messages, place.member);
-#pragma unroll
-    for (int k = 0; k < UNITS * ZT_UNIT; k++) v[k] = -0.0f; /* -0 + x is x, whatever x */
-    int i = 0;
+/* v = the sum of a lane's units over all messages, MANY at a time; with MANY = 1 there is only one. */
+template <typename F, int UNITS, int MANY>
+ZT_DEVICE void zt_sum(const zt_gpu_messages &messages, const zt_block &block, uint32_t level, float *v) {
+    int i = MANY;
+    if (MANY == 1 || messages.count >= MANY) {
+        zt_add_messages<F, UNITS, MANY, true>(messages, 0, block, level, v);
+    } else {
+        zt_add_messages<F, UNITS, 1, true>(messages, 0, block, level, v);
+        i = 1;
+    }
+    if constexpr (MANY > 1) {
 #pragma unroll 1
-    for (; i + ahead <= messages.count; i += ahead)
-        zt_add_messages<ahead, UNITS, BITS, NF4>(messages, i, planes, place, of_member, v);
+        for (; i + MANY <= messages.count; i += MANY) zt_add_messages<F, UNITS, MANY, false>(messages, i, block, level, v);
 #pragma unroll 1
-    for (; i < messages.count; i++)
-        zt_add_messages<1, UNITS, BITS, NF4>(messages, i, planes, place, of_member, v);
-}
-
-/* Zeros for the padding of the last block: `present` values of this one exist. */
-template <int UNITS> ZT_DEVICE void zt_clear_beyond(float *v, zt_place place, int64_t present) {
-    if (present >= place.lanes * (UNITS * ZT_UNIT)) return;
-#pragma unroll 1
-    for (int u = 0; u < UNITS; u++) {
-#pragma unroll
-        for (int k = 0; k < ZT_UNIT; k++)
-            if (zt_unit_offset(place, u) + k >= present) v[k] = 0.0f;
-        zt_rotate<ZT_UNIT, UNITS * ZT_UNIT>(v);
+        for (; i < messages.count; i++) zt_add_messages<F, UNITS, 1, false>(messages, i, block, level, v);
     }
 }
 

@@ -65,6 +65,7 @@ struct zt_emulation_state {
     bool descending = false;              /* the highest thread first */
     int64_t most_blocks = (int64_t)1 << 20;
     int64_t first_block = 0;              /* thread blocks below it are left out: tests of huge messages */
+    int64_t shared_tiles = (int64_t)1 << 12; /* zt_shared_tiles */
     char error[160] = "";
     zt_emulation_index block = {0}, grid = {0};
     int thread = 0, threads = 0;
@@ -266,12 +267,13 @@ template <typename T> inline T *zt_emulation_aligned(T *p, size_t nbytes, int li
 
 extern "C" {
 __attribute__((used)) inline void zt_emulation_configure(int wave, int descending, int64_t most_blocks,
-                                                         int64_t first_block) {
+                                                         int64_t first_block, int64_t shared_tiles) {
     zt_emulation_state &m = zt_emulation_machine();
     m.wave = wave;
     m.descending = descending != 0;
     m.most_blocks = most_blocks;
     m.first_block = first_block;
+    m.shared_tiles = shared_tiles;
 }
 /* Why the last launch failed, or an empty string. */
 __attribute__((used)) inline const char *zt_emulation_error(void) { return zt_emulation_machine().error; }

@@ -18,7 +18,7 @@
 #define ZT_UNIT 8
 #define ZT_INFINITY 0x7f800000u /* bits of FP32; those of NaN are larger */
 
-ZT_DEVICE int zt_bytes_of(int dtype) { return dtype == ZT_FP32 ? 4 : 2; }
+ZT_DEVICE constexpr int zt_bytes_of(int dtype) { return dtype == ZT_FP32 ? 4 : 2; }
 
 ZT_DEVICE float zt_load_element(const char *from, int dtype) {
     if (dtype == ZT_FP32) return zt_bits<float>(zt_load<uint32_t>(from));
@@ -73,16 +73,23 @@ template <int DTYPE> ZT_DEVICE void zt_drop(uint32_t *words, int bytes) {
     for (int k = 0; k < many && DTYPE != ZT_FP32; k++) words[k] = zt_funnel(words[k], words[k + 1], 8 * (bytes & 2));
 }
 
-/* A unit that is aligned to 16 bytes, or to its elements; see Note [Alignment]. */
-template <int DTYPE, bool ALIGNED> ZT_DEVICE void zt_load_unit(const char *from, float *v) {
+/* The words of a unit that is aligned to 16 bytes, or to its elements; see Note [Alignment]. */
+template <int DTYPE, bool ALIGNED> ZT_DEVICE void zt_load_words(const char *from, uint32_t *words) {
     const int many = zt_words<DTYPE>, bytes = ALIGNED ? 0 : (int)((uintptr_t)from & 15);
-    uint32_t words[ZT_UNIT + 4];
+    uint32_t all[ZT_UNIT + 4];
 #pragma unroll
-    for (int k = 0; k < many; k += 4) zt_load_four(from - bytes + 4 * k, words + k);
+    for (int k = 0; k < many; k += 4) zt_load_four(from - bytes + 4 * k, all + k);
     if (!ALIGNED) {
-        zt_load_four(from - bytes + 4 * many - (bytes ? 0 : 16), words + many);
-        zt_drop<DTYPE>(words, bytes);
+        zt_load_four(from - bytes + 4 * many - (bytes ? 0 : 16), all + many);
+        zt_drop<DTYPE>(all, bytes);
     }
+#pragma unroll
+    for (int k = 0; k < many; k++) words[k] = all[k];
+}
+
+template <int DTYPE, bool ALIGNED> ZT_DEVICE void zt_load_unit(const char *from, float *v) {
+    uint32_t words[zt_words<DTYPE>];
+    zt_load_words<DTYPE, ALIGNED>(from, words);
     zt_from_words<DTYPE>(words, v);
 }
 

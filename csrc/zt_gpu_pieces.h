@@ -163,26 +163,6 @@ template <int UNITS, int DTYPE> ZT_DEVICE void zt_load_odd_run(const char *data,
     }
 }
 
-/* Two units at a time: registers do not hold what is read of all. */
-template <int UNITS, int DTYPE> ZT_DEVICE void zt_store_run(char *data, zt_place place, float *v, bool accumulate) {
-#pragma unroll
-    for (int first = 0; first < UNITS; first += 2) {
-        char *to[2];
-#pragma unroll
-        for (int u = 0; u < 2; u++) to[u] = data + zt_unit_offset(place, first + u) * zt_bytes_of(DTYPE);
-        float *now = v + first * ZT_UNIT;
-        if (accumulate) {
-            float before[2 * ZT_UNIT];
-            zt_load_unit<DTYPE, true>(to[0], before);
-            zt_load_unit<DTYPE, true>(to[1], before + ZT_UNIT);
-#pragma unroll
-            for (int k = 0; k < 2 * ZT_UNIT; k++) now[k] = zt_add(before[k], now[k]);
-        }
-        zt_store_unit<DTYPE, true>(to[0], now);
-        zt_store_unit<DTYPE, true>(to[1], now + ZT_UNIT);
-    }
-}
-
 struct zt_reading {
     ZT_METHOD void element(zt_run run, float *v) const {
         v[0] = run.present > 0 ? zt_load_element(run.data, run.dtype) : 0.0f;
@@ -246,20 +226,6 @@ template <int UNITS> ZT_DEVICE void zt_load_units(const zt_gpu_pieces &pieces, z
         else
             zt_load_odd_run<UNITS, ZT_FP16>(run.data, place, v);
     }
-}
-
-/* Writes or adds them where they exist; v is used up. */
-template <int UNITS>
-ZT_DEVICE void zt_store_units(const zt_gpu_pieces &pieces, zt_place place, float *v, bool accumulate) {
-    const zt_run run = zt_whole_run(pieces, place, UNITS);
-    if (run.present == 0 || !zt_aligned16(run.data))
-        zt_walk<UNITS>(pieces, place, run, v, zt_writing{accumulate});
-    else if (run.dtype == ZT_FP32)
-        zt_store_run<UNITS, ZT_FP32>(run.data, place, v, accumulate);
-    else if (run.dtype == ZT_BF16)
-        zt_store_run<UNITS, ZT_BF16>(run.data, place, v, accumulate);
-    else
-        zt_store_run<UNITS, ZT_FP16>(run.data, place, v, accumulate);
 }
 
 #endif /* ZT_GPU_PIECES_H */

@@ -47,6 +47,21 @@
 #define ZT_ARGUMENTS const
 #endif
 
+/* Whether instructions have a kernel's arguments as operands. AMD's load them into scalar registers, of which few are left
+ * and which add up at no cost. */
+#if defined(__HIPCC__)
+constexpr bool zt_arguments_are_operands = false;
+#else
+constexpr bool zt_arguments_are_operands = true;
+#endif
+
+/* Messages of four bits a value that a lane reads before it adds them up: as many as registers hold. */
+#if defined(__HIPCC__)
+constexpr int zt_messages_ahead = 4;
+#else
+constexpr int zt_messages_ahead = 8;
+#endif
+
 /* -- Launching ----------------------------------------------------------------------------------------------------- */
 
 /* The status of a call of the runtime. Its error is cleared: it is reported here, so not again by whoever asks next. */
@@ -67,15 +82,19 @@ static inline int zt_status_of(cudaError_t error) {
 /* How many it takes when each does `each` of n. */
 ZT_WIRE_FN int64_t zt_blocks_for(int64_t n, int64_t each) { return (n + each - 1) / each; }
 
-/* Blocks in one launch; kernels walk on with the grid's stride, so that fewer do the same work. */
+/* Blocks in one launch; kernels walk on with the grid's stride, so that fewer do the same work. And tiles that are left
+ * to share out when a thread block takes several at once. */
 #if defined(__CUDACC__) || defined(__HIPCC__)
 static inline int64_t zt_most_blocks(void) { return (int64_t)1 << 20; }
+static inline int64_t zt_shared_tiles(void) { return (int64_t)1 << 12; }
 #else
 static inline int64_t zt_most_blocks(void) { return zt_emulation_machine().most_blocks; }
+static inline int64_t zt_shared_tiles(void) { return zt_emulation_machine().shared_tiles; }
 #endif
 
 template <typename Arguments>
 static int zt_launch(void (*kernel)(Arguments), int64_t blocks, int threads, Arguments arguments, void *stream) {
+    if (blocks == 0) return ZT_OK;
     const unsigned grid = (unsigned)(blocks < zt_most_blocks() ? blocks : zt_most_blocks());
     void *list[] = {&arguments};
 #if defined(__HIPCC__)
@@ -190,6 +209,20 @@ template <typename T> ZT_DEVICE T zt_in_lane(T constant) {
     return constant;
 }
 
+/* A value that stays in its registers: nvcc would rather compute it again wherever it is used. */
+ZT_DEVICE int32_t zt_kept(int32_t value) {
+#if defined(__CUDA_ARCH__)
+    asm("" : "+r"(value));
+#endif
+    return value;
+}
+ZT_DEVICE int64_t zt_kept(int64_t value) {
+#if defined(__CUDA_ARCH__)
+    asm("" : "+l"(value));
+#endif
+    return value;
+}
+
 /* Of the eight bytes of two words those with the numbers in the four lower nibbles of `which`, 0 to 7. */
 ZT_DEVICE uint32_t zt_bytes(uint32_t low, uint32_t high, uint32_t which) {
 #if defined(__CUDA_ARCH__)
@@ -264,6 +297,25 @@ ZT_DEVICE uint32_t zt_to_bf16(float value) {
 }
 ZT_DEVICE uint32_t zt_to_bf16x2(float first, float second) { return zt_to_bf16(first) | zt_to_bf16(second) << 16; }
 #endif
+
+/* The larger ones of two pairs of such floats, of which none is negative. A NaN is larger than any number. */
+template <int DTYPE> ZT_DEVICE uint32_t zt_larger_two(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__)
+    uint32_t larger;
+    if (DTYPE == ZT_BF16)
+        asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    else
+        asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    return larger;
+#elif defined(__HIP_DEVICE_COMPILE__)
+    typedef uint16_t two __attribute__((ext_vector_type(2)));
+    return zt_bits<uint32_t>(__builtin_elementwise_max(zt_bits<two>(a), zt_bits<two>(b)));
+#else
+    const uint32_t low = (a & 0xffff) > (b & 0xffff) ? a & 0xffff : b & 0xffff;
+    const uint32_t high = a >> 16 > b >> 16 ? a >> 16 : b >> 16;
+    return high << 16 | low;
+#endif
+}
 
 /* -- Device memory. Everything is read once or twice: loads ask not to stay in the caches -------------------------- */
 

@@ -8,11 +8,14 @@
 
 #include "zt_gpu_pieces.h"
 
+#define ZT_EARLY 8
+
 /* The table of zt_messages, without the source that is left out. */
 struct zt_gpu_messages {
     uint8_t *data;
     int64_t source_step, outer_step, inner_step;
     int32_t inner, count, hole;
+    int64_t early[ZT_EARLY]; /* zt_source_offset of the first ones: no instruction looks for the hole */
 };
 
 /* How threads share the blocks of all members: 1 << lane_bits lanes each. */
@@ -29,9 +32,15 @@ ZT_DEVICE uint8_t *zt_message_at(const zt_gpu_messages &m, int32_t member) {
 }
 
 /* From a member's message of the first source to that of its i-th one. */
-ZT_DEVICE int64_t zt_source_offset(const zt_gpu_messages &m, int i) { return (i + (i >= m.hole)) * m.source_step; }
+ZT_WIRE_FN int64_t zt_source_offset(const zt_gpu_messages &m, int i) { return (i + (i >= m.hole)) * m.source_step; }
 
-ZT_DEVICE int32_t zt_kept_member(const zt_shares &shares, int64_t i) { return (int32_t)(i + (i >= shares.skip)); }
+/* From there to the message of the source that follows it. */
+ZT_DEVICE int64_t zt_step_after(const zt_gpu_messages &m, int i) {
+    return i + 1 == m.hole ? 2 * m.source_step : m.source_step;
+}
+
+/* The i-th member but the one that is left out. */
+ZT_DEVICE int32_t zt_kept_member(int32_t skip, int64_t i) { return (int32_t)(i + (i >= skip)); }
 
 /* Lanes beyond the last block get the one behind a member's last, which is all padding. */
 ZT_DEVICE zt_place zt_place_of(const zt_shares &shares, int64_t tile) {
@@ -39,7 +48,7 @@ ZT_DEVICE zt_place zt_place_of(const zt_shares &shares, int64_t tile) {
     const int64_t index = tile * (ZT_THREADS >> shares.lane_bits) + (threadIdx.x >> shares.lane_bits);
     const int64_t member = zt_quotient(index, shares.blocks);
     const int64_t block = member < shares.members ? index - member * shares.blocks : shares.blocks;
-    return {block, block * shares.size, zt_kept_member(shares, member), lane, lanes};
+    return {block, block * shares.size, zt_kept_member(shares.skip, member), lane, lanes};
 }
 
 template <int N> ZT_DEVICE void zt_multiply(float *v, float factor) {
@@ -124,8 +133,10 @@ static inline int zt_take_table(const zt_messages &m, int64_t alignment, zt_gpu_
         return ZT_BAD_SIZE;
     if (m.nbytes > 0 && !m.data) return ZT_BAD_SIZE;
     if (m.nbytes > 0 && m.members > 0 && zt_is_odd(zt_address_bits(m), alignment)) return ZT_BAD_ALIGNMENT;
-    *out = {m.data, m.source_step, m.outer_step, m.inner_step, m.inner, m.sources - left,
-            left ? m.without_source : INT32_MAX};
+    const bool first = m.without_source == 0; /* then the table begins with the second one, and no hole is left */
+    const int32_t hole = left && !first ? m.without_source : INT32_MAX;
+    *out = {m.data + (first ? m.source_step : 0), m.source_step, m.outer_step, m.inner_step, m.inner, m.sources - left, hole, {}};
+    for (int i = 0; i < ZT_EARLY && i < out->count; i++) out->early[i] = zt_source_offset(*out, i);
     if (m.inner == 1) out->inner_step = m.outer_step;
     if (m.inner == 1 || m.outer_step == m.inner * m.inner_step) out->inner = m.members; /* then there is but one level */
     return ZT_OK;
@@ -163,7 +174,7 @@ int zt_cast_pieces(zt_wire_spec spec, const zt_gpu_pieces &pieces, const zt_mess
                    void *stream);
 int zt_cast_sum(zt_wire_spec spec, const zt_messages &messages, const zt_gpu_messages &taken, const zt_gpu_pieces &pieces,
                 zt_reduce reduce, void *stream);
-int zt_cast_again(zt_wire_spec spec, const zt_gpu_messages &taken, const zt_messages &out, const zt_gpu_messages &made,
-                  int64_t numel, float factor, void *stream);
+int zt_cast_again(zt_wire_spec spec, const zt_messages &messages, const zt_gpu_messages &taken, const zt_messages &out,
+                  const zt_gpu_messages &made, int64_t numel, float factor, void *stream);
 
 #endif /* ZT_GPU_TABLES_H */

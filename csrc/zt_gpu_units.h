@@ -11,11 +11,22 @@
 #ifndef ZT_GPU_UNITS_H
 #define ZT_GPU_UNITS_H
 
-#include "zt_gpu_tables.h"
+#include "zt_gpu_stretches.h"
 #include "zt_nf4.h"
 
-/* Where a block begins in a message: a unit takes BITS bytes. */
-template <int BITS> ZT_DEVICE int64_t zt_packed_offset(zt_place place) { return place.first / ZT_UNIT * BITS; }
+/* The formats of blocks. */
+struct zt_int8 {
+    static constexpr int bits = 8, size = 256, scale_bytes = 4;
+    static constexpr bool nf4 = false;
+};
+struct zt_int4 {
+    static constexpr int bits = 4, size = 256, scale_bytes = 4;
+    static constexpr bool nf4 = false;
+};
+struct zt_nf4 {
+    static constexpr int bits = 4, size = 64, scale_bytes = 1;
+    static constexpr bool nf4 = true;
+};
 
 /* Where the planes of a message lie. */
 struct zt_planes {
@@ -127,7 +138,7 @@ ZT_DEVICE zt_packed<4> zt_pack_nf4(const float *v, zt_coder coder, const zt_nf4_
 #pragma unroll
     for (int k = ZT_UNIT; k-- > 0;) {
         const uint32_t twice = zt_ceil_bits(zt_mul(v[k], coder.inverse));
-        word = word << 4 | table.nibble[twice % ZT_NF4_ENTRIES];
+        word = (word << 4) + table.nibble[twice % ZT_NF4_ENTRIES]; /* one LEA */
     }
     return {{word & coder.keep}};
 }

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-PARTS = ("benchmarks", "zero_topo", "tests", "configs", "pyproject.toml")
+PARTS = ("benchmarks", "csrc", "op_builder", "zero_topo", "tests", "configs", "pyproject.toml")
 
 
 class Hazard(NamedTuple):
@@ -76,11 +76,12 @@ def passes(test: str, hazard: Hazard | None = None) -> bool:
 
 def put(hazard: Hazard, root: Path) -> None:
     """Break the package."""
-    found = [path for path in (root / "zero_topo").rglob("*.py") if places(hazard.text, path)]
+    files = [*(root / "zero_topo").rglob("*.py"), *(root / "csrc").glob("zt_gpu_*")]
+    found = [path for path in files if places(hazard.text, path)]
     number = sum(places(hazard.text, path) for path in found)
     if number != 1:
         sys.exit(
-            f"{hazard.text} of {hazard.what!r} stands {number} times in zero_topo: bring "
+            f"{hazard.text} of {hazard.what!r} stands {number} times in zero_topo and csrc: bring "
             "tests/hazards.md up to date"
         )
     broken = pattern(hazard.text).sub(lambda _: hazard.broken, found[0].read_text())

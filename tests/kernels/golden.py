@@ -57,6 +57,9 @@ NO_RESERVE = 0x4000
 """MAP_NORESERVE of Linux, which Python's mmap does not name."""
 
 FORMATS = [Format(spec, dtype) for spec, dtype in product(SPECS, FLOATS)]
+SERVED: list[Spec] = [BlockSpec("int8"), BlockSpec("int4"), NF4]
+"""Formats of blocks that a config can name; the GPU kernels have no other."""
+GPU_FORMATS = [Format(spec, dtype) for spec, dtype in product(SERVED, FLOATS)]
 FEW_FORMATS = [f for f in FORMATS if f.spec.block_size in (64, 256, 2048)]
 CASTS: list[Spec] = [Cast(name) for name in DTYPES]
 CAST_FORMATS = [Format(spec, dtype) for spec, dtype in product(CASTS, FLOATS)]
@@ -147,10 +150,12 @@ def assert_same(actual: Tensor, expected: Tensor, what: str) -> None:
 def layouts(
     numel: int, dtype: torch.dtype, make: Callable[..., Tensor] = values
 ) -> Iterator[tuple[str, list[View]]]:
-    """Ways in which `numel` values lie in memory: plain, misaligned, strided, ending early, in
-    several pieces.
+    """Ways in which `numel` values lie in memory: plain, in aligned rows, misaligned, strided,
+    ending early, in several pieces.
     """
     yield "plain", [whole(make(numel, dtype))]
+    even = -(-numel // 16) * 8
+    yield "aligned", [View(make(2 * even + 16, dtype), 2, even, even + 16)]
     yield "misaligned", [whole(make(numel + 1, dtype)[1:])]
     columns = max(1, numel // 3)
     stride = columns + 5
@@ -368,19 +373,17 @@ def check_roundings(backend: Any, device: str = "cpu") -> None:
     edges = torch.tensor(
         [2.0**-100, 2.0**-100 * (1 - 2.0**-24), 2.0**-99, torch.finfo(torch.float32).max, 2.0**-149]
     )
-    for spec in (BlockSpec("int8", 64), BlockSpec("int4", 64)):
-        x = (edges[:, None] * torch.linspace(0, 1, 64).square()).view(-1)
+    for spec in (BlockSpec("int8"), BlockSpec("int4")):
+        x = (edges[:, None] * torch.linspace(0, 1, 256).square()).view(-1)
         message = same_message(backend, [whole(x)], spec, device, "edges")
         scales = message[spec.scales_offset(x.numel()) :][:20].view(torch.float32)
         assert (scales > 0).tolist() == [True, False, True, True, False]
+    spec = BlockSpec("int8")
     for dtype, digits in ((torch.float32, 24), (torch.bfloat16, 8), (torch.float16, 11)):
-        message, spec = (
-            torch.arange(BlockSpec("int8", 64).nbytes(256)).to(torch.uint8),
-            BlockSpec("int8", 64),
-        )
+        message = torch.arange(spec.nbytes(1024)).to(torch.uint8)
         factors = torch.tensor([1 + 2.0**-digits, 1 + 3 * 2.0**-digits, 2.0**-24, 600.5])
-        message[spec.scales_offset(256) :][:16] = factors.view(torch.uint8)
-        smallest = torch.full((256,), torch.finfo(dtype).smallest_normal / 2, dtype=dtype)
+        message[spec.scales_offset(1024) :][:16] = factors.view(torch.uint8)
+        smallest = torch.full((1024,), torch.finfo(dtype).smallest_normal / 2, dtype=dtype)
         for add in (False, True):
             for sources in (1, 2):
                 messages = message.to(device).expand(sources, -1)
@@ -396,7 +399,7 @@ def check_large(backend: Any, numel: int, device: str = "cpu") -> None:
         numel: of the tensor, in BF16: a multiple of 8192.
         device: where; a GPU uses up to five times the tensor.
     """
-    spec, few = BlockSpec("int4", 2048), 8192
+    spec, few = BlockSpec("int4"), 8192
     part = calm(few, torch.bfloat16)
     same_values(
         backend, same_message(backend, [whole(part)], spec, device).to(device), spec, [whole(part)]

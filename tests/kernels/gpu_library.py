@@ -42,16 +42,18 @@ class Settings:
         descending: run the highest thread of a block first.
         most_blocks: thread blocks of a launch at most.
         first_block: leave out the thread blocks below this one.
+        shared_tiles: tiles that are left to share out when a thread block takes several at once.
     """
 
     wave: int = 32
     descending: bool = False
     most_blocks: int = 1 << 20
     first_block: int = 0
+    shared_tiles: int = 1 << 12
 
 
 PLAIN = Settings(wave=32)
-OTHER = Settings(wave=64, descending=True, most_blocks=3)
+OTHER = Settings(wave=64, descending=True, most_blocks=3, shared_tiles=1)
 """As far from the first as can be: what a kernel computes must not depend on any of these."""
 BOTH = [pytest.param(PLAIN, id="wave32"), pytest.param(OTHER, id="wave64")]
 
@@ -72,9 +74,8 @@ class Emulated:
     def __call__(self, s: Settings = PLAIN) -> Operators:
         """Configure the emulated GPU for the calls that follow."""
         configure = ctypes.CDLL(self.module.__file__).zt_emulation_configure
-        configure(
-            s.wave, int(s.descending), ctypes.c_int64(s.most_blocks), ctypes.c_int64(s.first_block)
-        )
+        numbers = (ctypes.c_int64(n) for n in (s.most_blocks, s.first_block, s.shared_tiles))
+        configure(s.wave, int(s.descending), *numbers)
         return self.kernels
 
 

@@ -26,7 +26,7 @@ from zero_topo.quant.spec import BLOCK_SIZES, BlockSpec, Cast
 
 FILLING = 0xA5
 NUMEL, SOURCES, MEMBERS = 300, 2, 2
-SPEC = BlockSpec("int8", 64)
+SPEC = BlockSpec("int8")
 FUNCTIONS = ("quantize", "dequantize_reduce", "requantize")
 SHAPES, CODES, NUMELS = 1, 2, 3
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import io
 import os
 import re
@@ -23,17 +24,30 @@ from op_builder import source_dir
 from op_builder.builder import SHARED
 from op_builder.jit import cache_dir
 from tests.kernels.gpu_library import LIBRARY, Step, built, kernel_sources
+from tests.kernels.instructions import (
+    Choice,
+    amd_blocks,
+    cycle,
+    sass_blocks,
+    sass_functions,
+)
 from tests.launching import output
 
 pytestmark = pytest.mark.long
 NVIDIA = ("80", "90")
 AMD = "gfx90a"
-EXPECTED = {"zt_quantize_kernel": 3, "zt_requantize_kernel": 5, "zt_reduce_kernel": 3}
-"""Block kernels by how many units and formats they are instantiated for."""
+BLOCKS = {
+    "zt_quantize_kernel": 9,
+    "zt_dequantize_kernel": 2,
+    "zt_reduce_kernel": 4,
+    "zt_requantize_kernel": 3,
+}
+"""Block kernels by how many formats, dtypes and numbers of messages they are instantiated for."""
 CODES = {"zt_assess_kernel": 4, "zt_emit_kernel": 1, "zt_apply_kernel": 1}
 """Those of codes, by units."""
-CASTS = {"zt_cast_kernel": 3, "zt_cast_sum_kernel": 3, "zt_cast_again_kernel": 3}
-"""Those of casts, by dtype."""
+CASTS = {"zt_cast_kernel": 3, "zt_cast_sum_kernel": 6, "zt_cast_again_kernel": 6}
+"""Those of casts, by dtype and alignment."""
+EXPECTED = BLOCKS | CASTS | CODES
 OTHERS = {"zt_mask_pack_kernel", "zt_mask_unpack_kernel", "zt_count_kernel", "zt_compact_kernel"}
 OTHERS |= {
     "zt_aged_adamw_kernel",
@@ -77,7 +91,7 @@ def split_name(mangled: str) -> tuple[str, str]:
     assert found, mangled
     size = int(found[1])
     name, rest = found[2][:size], found[2][size:]
-    template = re.match(r"I(\w+?)EEv", rest)
+    template = re.match(r"I(\w+?)E+v\d", rest)
     return name, template[1] if template else ""
 
 
@@ -185,10 +199,8 @@ def amd_kernels(assembly: str) -> list[Kernel]:
 def check_all_there(kernels: list[Kernel]) -> None:
     """Every kernel was found in what the compiler said: the checks below are about something."""
     names = [kernel.name for kernel in kernels]
-    assert {
-        name: names.count(name) for name in EXPECTED | CASTS | CODES
-    } == EXPECTED | CASTS | CODES
-    assert set(names) == OTHERS | set(EXPECTED | CASTS | CODES)
+    assert {name: names.count(name) for name in EXPECTED} == EXPECTED
+    assert set(names) == OTHERS | set(EXPECTED)
     assert all(kernel.code.strip() for kernel in kernels)
 
 
@@ -203,42 +215,57 @@ def test_registers(target: str) -> None:
     kernels ask for.
     """
     if target == AMD:
-        kernels, local, most = (
-            amd(),
-            "(scratch|buffer)_(load|store)",
-            {"": 128, "1": 96, "2": 128, "4": 128, "8": 256},
-        )
+        kernels, local = amd(), "(scratch|buffer)_(load|store)"
+        most = {1: 512, 2: 256, 3: 168, 4: 128, 5: 96}
     else:
-        kernels, local, most = (
-            nvidia(target),
-            r"\.local",
-            {"": 64, "1": 48, "2": 64, "4": 80, "8": 128},
-        )
-    three = 168 if target == AMD else 80  # of three thread blocks
+        kernels, local = nvidia(target), r"\.local"
+        most = {1: 255, 2: 128, 3: 80, 4: 64, 5: 48}
     check_all_there(kernels)
     assert not [k for k in kernels if k.spilled or k.local_bytes or count(local, k)]
-    assert not [k for k in kernels if k.name in EXPECTED and k.registers > most[k.arguments[2]]]
-    assert not [
-        k
-        for k in kernels
-        if k.name in CODES and k.registers > (most | {"4": three})[k.arguments[2:3]]
-    ]
-    assert not [k for k in kernels if k.name in CASTS and k.registers > three]
+    assert not [k for k in kernels if k.registers > most[residents(k)]]
+
+
+def aligned_loads(kernel: Kernel) -> int:
+    """Words of 16 bytes that a lane quantizes: of 8 units of 16-bit values, 4 units of FP32 or, in
+    NF4's small blocks, 4 units of either.
+    """
+    return 4 if "nf4" in kernel.arguments and kernel.arguments[-1] != "0" else 8
+
+
+def residents(kernel: Kernel) -> int:
+    """Thread blocks, or waves of a SIMD, that shall fit at once."""
+    units = kernel.arguments[2:3]
+    if kernel.name == "zt_assess_kernel":
+        return {"1": 5, "2": 4, "4": 3, "8": 2}[units]
+    if kernel.name in BLOCKS | CASTS:
+        few = kernel.name in ("zt_dequantize_kernel", "zt_cast_kernel")
+        few |= (
+            kernel.name == "zt_quantize_kernel"
+            and "nf4" in kernel.arguments
+            and kernel.arguments[-1] != "0"
+        )
+        return 3 if few else 2
+    return 4 if kernel.name in CODES else 1
+
+
+def fuses(kernel: Kernel) -> bool:
+    """Whether it may fuse a product and a sum: torch does in lerp and addcmul, and a product of
+    NF4 is exact.
+    """
+    sums = kernel.name in ("zt_reduce_kernel", "zt_requantize_kernel")
+    return kernel.name == "zt_aged_adamw_kernel" or (sums and "nf4" in kernel.arguments)
 
 
 @pytest.mark.parametrize("arch", NVIDIA)
 def test_nvidia_arithmetic(arch: str) -> None:
-    """Every product, sum and quotient is one correctly rounded instruction; none is fused,
-    approximate or flushed.
+    """Every product, sum and quotient is one correctly rounded instruction; none is approximate or
+    flushed, and none fused that has other bits then.
     """
-    kernels = nvidia(arch)
-    for kernel in kernels:
-        # Torch fuses product and sum of lerp and addcmul
-        aged = kernel.name == "zt_aged_adamw_kernel"
-        assert not count(r"\bmad\.\S*f32|\.approx|\.ftz" + ("" if aged else r"|\bfma\b"), kernel), (
-            kernel.name
-        )
-        assert not aged or count(r"\bfma\.rn", kernel) == 3 * count(r"\bsqrt\.rn", kernel) == 12
+    for kernel in nvidia(arch):
+        fused = "" if fuses(kernel) else r"|\bfma\b"
+        assert not count(r"\bmad\.\S*f32|\.approx|\.ftz" + fused, kernel), kernel.name
+        if kernel.name == "zt_aged_adamw_kernel":
+            assert count(r"\bfma\.rn", kernel) == 3 * count(r"\bsqrt\.rn", kernel) == 12
         if kernel.name in ("zt_quantize_kernel", "zt_requantize_kernel"):
             assert count(r"\bdiv\.rn\.f32", kernel) >= 2
         if kernel.name in CODES:  # of 1 by a scale, and of a block's top by 127
@@ -247,65 +274,41 @@ def test_nvidia_arithmetic(arch: str) -> None:
                 kernel.name, (0, 0)
             ), kernel.name
         if kernel.name in ("zt_reduce_kernel", "zt_requantize_kernel"):
-            assert count(r"\bmul\.rn\.f32", kernel) >= 16 and count(r"\badd\.rn\.f32", kernel) >= 16
+            assert count(r"\bmul\.rn\.f32", kernel) >= 16
+            assert count(r"\b(add|fma)\.rn\.f32", kernel) >= 16
 
 
 @pytest.mark.parametrize("arch", NVIDIA)
 def test_nvidia_memory(arch: str) -> None:
     """Aligned runs move 16 bytes at a time, through pointers known to be global; arguments are not
-    copied.
+    copied. Pieces and casts that lie anywhere are read by words of 16 bytes too, two for a unit of
+    16 bits and three for one of FP32; by elements only where they end.
     """
     for kernel in nvidia(arch):
+        words, halves = (count(rf"ld\.global\S*\.{size}", kernel) for size in (r"v4\.u32", "u16"))
         assert not count(r"\bld\.(?!global|param|shared)\w|\bst\.(?!global|shared)\w", kernel), (
             kernel.name
         )
         if kernel.name == "zt_quantize_kernel":
-            units = int(kernel.arguments[2])
-            # FP32 has two for each unit
-            assert count(r"ld\.global\S*\.v4\.u32", kernel) >= 4 * units
-        if kernel.name == "zt_reduce_kernel":
+            assert words >= 2.5 * aligned_loads(kernel) + 7
+        if kernel.name in ("zt_reduce_kernel", "zt_dequantize_kernel"):
             assert count(r"st\.global\S*\.v4\.u32", kernel) >= 8
+        if kernel.name in CASTS:
+            assert words >= 14 and count(r"st\.global\S*\.v4", kernel) >= 2
+        if kernel.name in BLOCKS | CASTS:
+            assert halves <= (9 if "sum" in kernel.name or "again" in kernel.name else 1)
         if kernel.name in CODES:
-            assert count(r"ld\.global\S*\.v4\.u32", kernel) >= 4
+            assert words >= 4
             wide = [many for many in (4, 2) if count(rf"st\.global\S*\.v{many}\.u32", kernel)]
             # Blocks sent whole
             assert wide == {"apply": [4], "emit": [2], "assess": []}[kernel.name[3:-7]]
-
-
-VECTORS = {
-    "zt_quantize_kernel": 14 + 7,
-    "zt_reduce_kernel": 7,
-    "zt_cast_kernel": 8 + 14 + 7,
-    "zt_cast_sum_kernel": 7,
-}
-"""Words of 16 bytes read where a run is not aligned: by units that are one run each, and by those
-of a whole run. A unit of FP32 is in three, one of 16 bits in two.
-"""
-
-
-@pytest.mark.parametrize("arch", NVIDIA)
-def test_nvidia_memory_that_is_not_aligned(arch: str) -> None:
-    """Pieces and casts that lie anywhere are read by words of 16 bytes too; by elements only where
-    they end.
-    """
-    for kernel in nvidia(arch):
-        if kernel.name not in VECTORS and kernel.name not in CASTS:
-            continue
-        words, halves = (count(rf"ld\.global\.cs\.{size}", kernel) for size in (r"v4\.u32", "u16"))
-        own = 4 * int(kernel.arguments[2]) if kernel.name == "zt_quantize_kernel" else 0
-        assert words >= own + VECTORS.get(kernel.name, 14), kernel
-        assert halves <= (1 if "sum" not in kernel.name and "again" not in kernel.name else 9), (
-            kernel
-        )
-        if kernel.name in CASTS:  # of a message's units, all but those at its ends
-            assert count(r"st\.global\S*\.v4", kernel) >= 2
 
 
 def test_amd_arithmetic() -> None:
     """Division is IEEE's, nothing but it is fused, denormals are kept."""
     for kernel in amd():
         assert count("amdhsa_float_denorm_mode_32 3", kernel) == 1
-        if kernel.name not in EXPECTED | CODES:
+        if kernel.name not in BLOCKS | CODES or fuses(kernel):
             continue
         divisions = count("v_div_fixup_f32", kernel)
         # Fused are only the five steps of a division, and those of integer divisions, where 2^32 or
@@ -323,9 +326,86 @@ def test_amd_memory() -> None:
     for kernel in amd():
         assert not count("flat_(load|store)", kernel), kernel.name
         if kernel.name == "zt_quantize_kernel":
-            assert count("global_load_dwordx4", kernel) >= 4 * int(kernel.arguments[2])
+            assert count("global_load_dwordx4", kernel) >= aligned_loads(kernel)
         if kernel.name == "zt_apply_kernel":
             assert count("global_load_dwordx4", kernel) and count("global_store_dwordx4", kernel)
+
+
+def exactly(number: int, pattern: str) -> Choice:
+    """The block with so many instructions that match."""
+    return lambda block: -abs(block.count(pattern) - number)
+
+
+def most(pattern: str) -> Choice:
+    """The block with most instructions that match."""
+    return lambda block: block.count(pattern)
+
+
+WORD = r"LDG.*\.128"
+BF16 = r"F2FP\.BF16"
+SASS = {
+    "quantize_kernelI7zt_int8Li2": (64, 6.3, exactly(8, WORD), most("STG")),
+    "quantize_kernelI7zt_int4Li2": (64, 6.2, exactly(8, WORD), most("STG")),
+    "quantize_kernelI6zt_nf4Li2": (32, 9.8, exactly(4, WORD), most("STG")),
+    "quantize_kernelI7zt_int8Li0": (32, 7.1, exactly(8, WORD), most("STG")),
+    "dequantize_kernelI7zt_int8": (64, 4.9, exactly(9, "LDG"), most(BF16)),
+    "dequantize_kernelI7zt_int4": (64, 4.8, exactly(9, "LDG"), most(BF16)),
+    "reduce_kernelI6zt_nf4Li1": (32, 5.9, most("SHFL"), most(BF16)),
+    "reduce_kernelI7zt_int8Li4": (128, 5.2, most("LDG"), most(BF16)),
+    "reduce_kernelI7zt_int4Li8": (256, 4.8, most("LDG"), most(BF16)),
+    "reduce_kernelI6zt_nf4Li8": (256, 3.8, most("LDG"), most(BF16)),
+    "cast_sum_kernelILi2ELb1": (128, 3.5, most("LDG"), most(BF16)),
+}
+"""Elements that a lane's loop takes, instructions of each at most, and two basic blocks of it: its
+loads, and its stores. Of sums of four messages if integers of 8 bits or floats, else of eight.
+"""
+
+
+def tritons_programs() -> str:
+    """Where Triton's wheel has NVIDIA's programs."""
+    found = importlib.util.find_spec("triton")
+    return "" if found is None else str(Path(str(found.origin)).parent / "backends/nvidia/bin")
+
+
+@pytest.mark.parametrize("kernel", SASS)
+def test_nvidia_instructions(kernel: str) -> None:
+    """A lane's loop over aligned blocks takes few instructions, everything that is not data
+    included: the issue of instructions is what bounds these kernels.
+    """
+    elements, limit, *blocks = SASS[kernel]
+    program = shutil.which("cuobjdump") or shutil.which("cuobjdump", path=tritons_programs())
+    if program is None:
+        pytest.skip("cuobjdump not installed")
+    texts = [
+        output((program, "-sass", str(path)))
+        for path in nvidia_library("90").glob("zt_gpu_[bc]*s.*cubin")
+    ]
+    functions = sass_functions("".join(texts))
+    (code,) = (lines for name, lines in functions.items() if kernel in name)
+    assert cycle(sass_blocks(code), blocks) <= limit * elements
+
+
+STORED = most("global_store_dword")
+ISA = {
+    "quantize_kernelI7zt_int8Li2": (64, 9.8, exactly(8, "global_load_dwordx4"), STORED),
+    "quantize_kernelI7zt_int4Li2": (64, 10.2, exactly(8, "global_load_dwordx4"), STORED),
+    "quantize_kernelI6zt_nf4Li2": (32, 14.9, exactly(4, "global_load_dwordx4"), STORED),
+    "dequantize_kernelI7zt_int8": (64, 4.5, exactly(9, "global_load"), STORED),
+    "dequantize_kernelI7zt_int4": (64, 4.5, exactly(9, "global_load"), STORED),
+    "reduce_kernelI6zt_nf4Li1": (32, 7.7, most("ds_bpermute"), STORED),
+    "reduce_kernelI7zt_int8Li4": (128, 6.0, most("global_load"), STORED),
+    "reduce_kernelI7zt_int4Li4": (128, 6.0, most("global_load"), STORED),
+    "reduce_kernelI6zt_nf4Li4": (128, 6.0, most("global_load"), STORED),
+}
+"""As above, of FP32 where values are written: to make BF16 of them takes AMD six instructions."""
+
+
+@pytest.mark.parametrize("kernel", ISA)
+def test_amd_instructions(kernel: str) -> None:
+    """A lane's loop over aligned blocks on gfx90a."""
+    elements, limit, *blocks = ISA[kernel]
+    (found,) = (k for k in amd() if kernel in f"{k.name}I{k.arguments}")
+    assert cycle(amd_blocks(found.code), blocks) <= limit * elements
 
 
 FUNCTIONS = (

@@ -5,44 +5,33 @@ and of 64 threads.
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
 from tests.kernels import golden
 from tests.kernels.gpu_library import BOTH, OTHER, PLAIN, Emulated, Settings
-from tests.marks import late
+from tests.marks import often
 from zero_topo.quant import reference
 from zero_topo.quant.operands import DTYPES
 from zero_topo.quant.spec import BlockSpec, Cast
 
-CASES = [
-    *(
-        pytest.param(PLAIN, fmt, id=f"wave32-{fmt}")
-        for fmt in (*golden.FEW_FORMATS[::2], *golden.CAST_FORMATS)
-    ),
-    *(
-        pytest.param(OTHER, fmt, id=f"wave64-{fmt}")
-        for fmt in (*golden.FEW_FORMATS[1::2], *golden.CAST_FORMATS)
-    ),
-    *(
-        late(PLAIN, fmt, id=f"wave32-{fmt}")
-        for fmt in golden.FORMATS
-        if fmt not in golden.FEW_FORMATS[::2]
-    ),
-    *(late(OTHER, fmt, id=f"wave64-{fmt}") for fmt in golden.FEW_FORMATS[::2]),
-]
+FORMATS = [*golden.GPU_FORMATS, *golden.CAST_FORMATS]
+OFTEN = [*product([PLAIN], FORMATS[::4]), *product([OTHER], FORMATS[2::4])]
 
 
-@pytest.mark.parametrize(("chosen", "fmt"), CASES)
-def test_operations(emulated: Emulated, chosen: Settings, fmt: golden.Format) -> None:
+@pytest.mark.parametrize("case", often(OFTEN, product([PLAIN, OTHER], FORMATS)), ids=str)
+def test_operations(emulated: Emulated, case: tuple[Settings, golden.Format]) -> None:
     """Messages, values and sums of every format are the reference's; nothing is written where no
     piece is.
     """
+    chosen, fmt = case
     golden.check_operations(emulated(chosen), fmt)
 
 
 @pytest.mark.parametrize("chosen", BOTH)
-@pytest.mark.parametrize("spec", [*golden.SPECS, *map(Cast, DTYPES)], ids=str)
+@pytest.mark.parametrize("spec", [*golden.SERVED, *map(Cast, DTYPES)], ids=str)
 def test_requantize(emulated: Emulated, chosen: Settings, spec: golden.Spec) -> None:
     """Messages of sums are the reference's, in the same and in other bits."""
     golden.check_requantize(emulated(chosen), spec)
@@ -78,7 +67,7 @@ def test_roundings(emulated: Emulated, chosen: Settings) -> None:
     golden.check_roundings(emulated(chosen))
 
 
-@pytest.mark.parametrize("spec", [BlockSpec("int8", 64), BlockSpec("int4", 2048)], ids=str)
+@pytest.mark.parametrize("spec", golden.SERVED, ids=str)
 def test_padding_of_messages_does_not_count(emulated: Emulated, spec: BlockSpec) -> None:
     """Whatever lies behind the last value of a message: the padding of the message of the sum
     stands for zeros.

@@ -24,8 +24,8 @@ from zero_topo.quant.spec import BlockSpec, Cast
 # On the CPU test_cpu.py tries each instruction set
 pytestmark = [] if ON_GPU else [pytest.mark.long]
 
-FORMATS = [*golden.FEW_FORMATS, *golden.CAST_FORMATS[::4]]
-FORMATS = FORMATS if ON_GPU else FORMATS[::5]
+BLOCKS = golden.GPU_FORMATS if ON_GPU else golden.FEW_FORMATS[::5]
+FORMATS = [*BLOCKS, *golden.CAST_FORMATS[::4]]
 FATES = golden_codes.FATES if ON_GPU else ("mixed",)
 
 LARGE = 2**31 + 2**20 if ON_GPU and "ZERO_TOPO_TEST_SMALL" not in os.environ else 2**20
@@ -59,15 +59,15 @@ def test_every_operation_gives_the_references_bits(native: Operators, fmt: golde
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize(
-    "fmt", [golden.FORMATS[0], golden.FORMATS[-1], *golden.CAST_FORMATS[1::3]], ids=str
+    "fmt", [golden.GPU_FORMATS[0], golden.GPU_FORMATS[-1], *golden.CAST_FORMATS[1::3]], ids=str
 )
 def test_all_members_are_served_in_one_call(native: Operators, fmt: golden.Format) -> None:
     """Tables, strides and what is left out arrive as they were given."""
     golden_members.check_members(native, fmt, DEVICE.type)
 
 
-@pytest.mark.parametrize("spec", [BlockSpec("int8"), BlockSpec("int4", 64), Cast("fp16")], ids=str)
-def test_sums_are_quantized_again(native: Operators, spec: BlockSpec) -> None:
+@pytest.mark.parametrize("spec", [*golden.SERVED, Cast("fp16")], ids=str)
+def test_sums_are_quantized_again(native: Operators, spec: golden.Spec) -> None:
     """As the operation above, without a detour through memory."""
     golden.check_requantize(native, spec, DEVICE.type)
 
@@ -89,7 +89,7 @@ def test_threads_share_the_work_without_changing_a_bit(
         native, golden.Format(BlockSpec("int4"), dtype), DEVICE.type, numels=[3_000_001]
     )
     golden.check_dequantize(
-        native, golden.Format(BlockSpec("int8", 2048), dtype), DEVICE.type, numels=[2_000_003]
+        native, golden.Format(BlockSpec("int8"), dtype), DEVICE.type, numels=[2_000_003]
     )
     golden.check_quantize(
         native, golden.Format(Cast("bf16"), dtype), DEVICE.type, numels=[2_500_003]
