@@ -351,8 +351,10 @@ def save(folder: Path, name: str, results: Mapping[str, Any]) -> None:
         records.write(folder / f"gpu-{name}.json", records.record(f"gpu-{name}", settings, results))
 
 
-def start_ranks(words: list[str]) -> int:
-    """Start this program on each rank and wait for them; return the first status that is not 0."""
+def start_ranks(
+    words: list[str], module: str = "tests.gpu.two_ranks", env: Mapping[str, str] | None = None
+) -> int:
+    """Start a program on each rank and wait for them; return the first status that is not 0."""
     port = "29533"
     processes = []
     for rank in range(RANKS):
@@ -369,8 +371,8 @@ def start_ranks(words: list[str]) -> int:
             "GLOO_SOCKET_IFNAME": "lo",
         }
         own |= {"DS_ACCELERATOR": DEVICE.type, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-        command = [sys.executable, "-m", "tests.gpu.two_ranks", *words]
-        processes.append(subprocess.Popen(command, env={**os.environ, **own}))
+        command = [sys.executable, "-m", module, *words]
+        processes.append(subprocess.Popen(command, env={**os.environ, **own, **(env or {})}))
     try:
         statuses = [process.wait() for process in processes]
     finally:
