@@ -19,7 +19,6 @@ from benchmarks import (
     cluster_report,
     convergence,
     convergence_report,
-    scale_report,
 )
 from benchmarks.choice import load_blocks, load_record, read_rate, read_shape, schemes_named
 from benchmarks.emulated_cluster import network
@@ -227,44 +226,6 @@ def convergence_command(options: ConvergenceOptions) -> None:
         one_process=options.one_process,
     )
     measure(options, convergence_report, wanted.ticks(), partial(convergence.run, wanted))
-
-
-@dataclass(frozen=True)
-class ScaleOptions(Outputs):
-    """Of ``benchmarks scale``."""
-
-    ranks: Annotated[
-        str, typer.Option(help="Of the pretended worlds, comma-separated; multiples of 8.")
-    ] = "8,16,128,384,4096,75264"
-    schemes: Annotated[str, typer.Option(help="Comma-separated.")] = (
-        "zero3,zero++,hsdp,paper,topo,topo-nf4,oktopk,radius,tagc,scape"
-    )
-    blocks: Blocks = None
-    params: Annotated[int, typer.Option(min=1, help="Parameters of the model.")] = 32
-    numel: Annotated[str, typer.Option(help="Elements of each.")] = "131072"
-    repeats: Annotated[int, typer.Option(min=1, help="Timed steps of each.")] = 5
-    real_ranks: Annotated[
-        int, typer.Option(min=0, help="Processes that count in DeepSpeed's engine; 0: none.")
-    ] = 8
-
-
-@app.command("scale")
-@taking(ScaleOptions)
-def scale_command(options: ScaleOptions) -> None:
-    """Count what a step launches, by scheme and number of ranks, in pretended worlds of up to
-    75,264 ranks.
-    """
-    from benchmarks.scale import ScaleBench, run  # imports torch
-
-    wanted = ScaleBench(
-        schemes=tuple(schemes_named(words_of(options.schemes), load_blocks(options.blocks))),
-        ranks=tuple(read_count(word, "--ranks") for word in words_of(options.ranks)),
-        params=options.params,
-        numel=read_count(options.numel, "--numel"),
-        repeats=options.repeats,
-        real_ranks=options.real_ranks,
-    )
-    measure(options, scale_report, wanted.ticks(), partial(run, wanted))
 
 
 if __name__ == "__main__":

@@ -28,6 +28,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.bare import BareStep, fake_world
+from zero_topo.config import ResolvedConfig
 from zero_topo.quant import reference_sparse
 from zero_topo.quant.operators import OPS
 
@@ -215,3 +217,36 @@ class _HostReads(TorchFunctionMode):
 
 def _by_mask(indices: Sequence[Tensor | None]) -> bool:
     return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
+
+
+WARM_UP = 1  # steps: buffers and tables that are made once, masks that are chosen at a first step
+
+
+def count(
+    config: ResolvedConfig, numels: Sequence[int], together: int | None = None, steps: int = 2
+) -> Mapping[str, Counts]:
+    """Counts by phase of the optimizer step, of some, that launches most; rank 0 of a pretended
+    world.
+
+    Args:
+        config: as for :class:`BareStep`, which takes ``numels`` and ``together`` as well.
+        numels: elements of each parameter.
+        together: parameters in one collective.
+        steps: to count, after one that is not.
+    """
+    launches = Launches()
+    counted: list[Mapping[str, Counts]] = []
+    with fake_world(config.plan.world_size):
+        step = BareStep(config, numels, together)
+        for _ in range(WARM_UP + steps):
+            launches.phases.clear()
+            for name, do in step.phases().items():
+                with launches.phase(name):
+                    do()
+            counted.append(dict(launches.phases))
+    return max(counted[WARM_UP:], key=total)
+
+
+def total(phases: Mapping[str, Counts]) -> int:
+    """Launches of all phases."""
+    return sum(counts.launches for counts in phases.values())

@@ -111,7 +111,6 @@ KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
             BenchScheme("all-reduce", None, stage=0),
             *(BenchScheme(name, {"scheme": name}) for name in SCHEMES),
             # Tensor parallelism of two ranks.
-            BenchScheme("stock-tp2", None, tensor=2),
             BenchScheme("stock-ring-tp2", None, ring=True, tensor=2),
             BenchScheme("topo-tp2", {"scheme": "topo"}, tensor=2),
             BenchScheme("topo-nf4-tp2", {"scheme": "topo", "sync": NF4}, tensor=2),
@@ -154,28 +153,14 @@ KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
                 {"scheme": "topo-zero2", **REPLICATED, "sync": TERNARY},
                 optimizer="AgedAdamW",
             ),
-            # Muon, and AdamW under the same plan: the optimizer is replicated between nodes.
-            BenchScheme("stock-muon", None, **MUON),
-            *(
-                BenchScheme(f"node{name}", {"scheme": "topo", **REPLICATED, "sync": sync}, **of)
-                for name, sync, of in (
-                    ("", {"mode": "dense"}, {}),
-                    ("-muon", {"mode": "dense"}, MUON),
-                    ("-nf4", NF4, {}),
-                    ("-nf4-muon", NF4, MUON),
-                )
-            ),
+            # Muon: the optimizer is replicated between nodes.
             _synced("muon", {"mode": "dense"}, replicated=True, **MUON),
             _synced("muon-changed", {"mode": "dense"}, replicated=True, **MUON, change=1e-3),
             _synced("muon-nf4", NF4, replicated=True, **MUON),
             # What each part of topo costs in loss: nothing quantized, and the scatter inside the
             # node alone.
-            BenchScheme("topo-exact", {"scheme": "topo", "quantize": PLAIN}),
             BenchScheme(
                 "topo-scatter4", {"scheme": "topo", "quantize": {**PLAIN, "gradients": "int4"}}
-            ),
-            BenchScheme(
-                "topo-scatter-nf4", {"scheme": "topo", "quantize": {**PLAIN, "gradients": "nf4"}}
             ),
             # The sparse modes at densities at which a small model tells them apart.
             *(
@@ -190,7 +175,6 @@ KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
                 )
                 for name, percent, sums in (
                     ("aged-5", 5, {}),
-                    ("aged-10", 10, {}),
                     ("sharded-aged", 2, SHARDED),
                     ("sharded-aged-5", 5, SHARDED),
                 )
@@ -200,46 +184,22 @@ KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
             # steps at the beginning.
             _synced("sync-nf4", NF4),
             _synced("radius-paper", {**RADIUS, "interval": 25, "start": 30}),
-            *(
-                _synced(f"{name}-{word}", {**sync, **begin}, "AgedAdamW")
-                for name, sync in (
-                    ("ternary", TERNARY),
-                    ("oktopk", {"mode": "oktopk", "density": 0.05, **SHARDED}),
-                )
-                for word, begin in (("start", {"start": 20}), ("warm", {"start": 10, "warmup": 50}))
+            _synced(
+                "oktopk-warm",
+                {"mode": "oktopk", "density": 0.05, **SHARDED, "start": 10, "warmup": 50},
+                "AgedAdamW",
             ),
-            _synced("ternary-node", TERNARY, "AgedAdamW", replicated=True),
             _synced("tagc", {"mode": "tagc"}),
-            *(
-                _synced(f"{name}{word}", sync, optimizer)
-                for name, sync in (("tagc-10", {"mode": "tagc", "ratio": 10}), ("radius", RADIUS))
-                for word, optimizer in (("", "AdamW"), ("-aged", "AgedAdamW"))
-            ),
-            _synced("tagc-10-each", {"mode": "tagc", "ratio": 10, "select": "parameter"}),
-            # Figure 6 of Radius in 300 steps, the first 15% dense.
-            *(
-                _synced(
-                    f"radius-{percent}-{steps}",
-                    {
-                        "mode": "radius",
-                        "density": percent / 100,
-                        "start": 45,
-                        "value_dtype": "fp32",
-                        "interval": steps,
-                    },
-                )
-                for percent in (50, 40, 10)
-                for steps in (10, 50)
-            ),
+            _synced("tagc-10", {"mode": "tagc", "ratio": 10}),
+            _synced("radius", RADIUS),
             _synced("adams", {"mode": "dense"}, "AdamS", replicated=True),
             _synced(
                 "scape", {"mode": "scape", "density": 0.1, "warmup": 40}, "AdamS", replicated=True
             ),
-            *(
-                _synced(
-                    name, {"mode": "scape", "density": 0.1, "select": select, "warmup": 30}, "AdamS"
-                )
-                for name, select in (("scape-all-10", "all"), ("scape-each-10", "parameter"))
+            _synced(
+                "scape-all-10",
+                {"mode": "scape", "density": 0.1, "select": "all", "warmup": 30},
+                "AdamS",
             ),
         )
     }

@@ -48,7 +48,6 @@ SMALLER = {
     "--blocks 256",
     "python -m benchmarks cluster": "--schemes topo --micro-batches 1 --warmup 1 --steps 2 "
     "--params 1e5 --layers 1",
-    "python -m benchmarks scale": "--ranks 8 --schemes topo --params 2 --repeats 1 --real-ranks 0",
     "python -m benchmarks convergence --one-process": "--steps 10 --seeds 1 --params 5e4 --layers "
     "1",
     "python -m benchmarks convergence": "--schemes topo --steps 10 --seeds 1 --params 5e4 --layers "

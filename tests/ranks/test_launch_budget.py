@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.bare import BareStep, bare_engine, fake_world, matrices
-from benchmarks.counting import Counts, Launches
-from benchmarks.scale import count, total
+from benchmarks.counting import Counts, Launches, count, total
 from tests.marks import late, often
 from tests.plans import resolve
 from tests.ranks import worlds

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.counting import Allocations, Counts, Launches
-from benchmarks.scale import count, total
+from benchmarks.counting import Allocations, Counts, Launches, count, total
 from tests.plans import resolve
 from tests.ranks.mirrored import mirrored, steps
 from tests.ranks.sync_cases import SYNC, sync_world
