@@ -39,7 +39,7 @@ export DS_ACCELERATOR OMP_NUM_THREADS GLOO_SOCKET_IFNAME TORCH_EXTENSIONS_DIR
 .DEFAULT_GOAL := help
 
 help:
-	@echo 'make demo                    train the example for 60 steps on 8 ranks of this CPU, then print its report (ARGS="--steps 50")'
+	@echo 'make demo                    train the example on 8 ranks of this CPU for 70 seconds, then print its report (ARGS="--steps 50")'
 	@echo 'make test                    ruff, mypy and every test that does not take long'
 	@echo 'make test-long               those that do: CONTRIBUTING.md lists them by kind; more examples'
 	@echo 'make test-fast               the tests that start no launcher or compiler (unit, ranks)'
@@ -87,7 +87,7 @@ unlock: $(STAMP)
 demo: unlock
 	@port=$(FREE_PORT); trap "rm -f /dev/shm/deepspeed_allreduce_buffer_*_$${port}_*" EXIT; \
 	deepspeed --quiet --no_local_rank --num_accelerators $(RANKS) --master_port $$port \
-		zero_topo/examples/train_gpt.py --deepspeed_config configs/demo.json $(or $(ARGS),--steps 60)
+		zero_topo/examples/train_gpt.py --deepspeed_config configs/demo.json $(or $(ARGS),--seconds 70)
 	@echo
 	@echo 'You saw $(RANKS) processes train as the ranks of 2 nodes x 2 GPUs x 2 GCDs, and what each of them sent and stored.'
 	@echo 'Go on with a config of a large job, and with the plans of a model of your size:'

@@ -1,8 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The parts of the example: its data, its model, its command line."""
+"""The parts of the example: its data, its model, its command line, its length."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.harness import run_threads
 from zero_topo.examples import train_gpt
 from zero_topo.examples.data import EVAL_EVERY, Corpus, batch, standard_library_files
 from zero_topo.examples.gpt import GPT
@@ -98,6 +100,29 @@ def test_the_model_does_not_see_the_future() -> None:
     assert torch.equal(before[:, :5], after[:, :5]) and not torch.equal(before[:, 5:], after[:, 5:])
 
 
+@given(warmup=st.integers(2, 20), share=st.floats(0, 1), steps=st.integers(1, 100))
+def test_the_warm_up_does_not_depend_on_the_number_of_steps(
+    warmup: int, share: float, steps: int
+) -> None:
+    """A run of --seconds, whose end is open until then, equals a run of as many --steps."""
+    step = round(share * warmup)
+    known = train_gpt.warm_up_and_cosine(warmup + steps, warmup, step)
+    assert known == train_gpt.warm_up_and_cosine(math.inf, warmup, step)
+
+
+def test_ranks_of_different_speed_agree_on_the_number_of_steps() -> None:
+    """Rank 0's clock decides, and a run that is too slow for its time takes one step more."""
+
+    def rank_main(rank: int) -> list[int]:
+        slow = 1 + rank
+        cpu = torch.device("cpu")
+        # The first step of three takes 5 s, each other one a second
+        times_s = [100.0, 105.0, 105.0 + slow, 105.0 + 2 * slow]
+        return [train_gpt.steps_that_fit(times_s, seconds, cpu) for seconds in (60.0, 6.0)]
+
+    assert run_threads(2, rank_main) == [[56, 4], [56, 4]]
+
+
 def test_arguments_are_deepspeeds_own() -> None:
     """The launcher's --local_rank and DeepSpeed's --deepspeed_config are taken as any DeepSpeed
     script takes them.
@@ -108,9 +133,20 @@ def test_arguments_are_deepspeeds_own() -> None:
     assert (args.local_rank, args.deepspeed_config, args.steps) == (3, "a.json", 7)
 
 
-def test_without_a_config_nothing_starts(capsys: pytest.CaptureFixture[str]) -> None:
-    """The usage is printed; status 2."""
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["--deepspeed_config", "a.json", "--seconds", "60", "--resume", "saved"],
+        ["--deepspeed_config", "a.json", "--seconds", "60", "--warmup", "1"],
+        ["--deepspeed_config", "a.json", "--seconds", "60", "--steps", "9"],
+    ],
+)
+def test_arguments_that_cannot_work_end_before_anything_starts(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a config, or with a time that no warm-up measures, the usage is printed; status 2."""
     with pytest.raises(SystemExit) as stopped:
-        train_gpt.parse_arguments([])
+        train_gpt.parse_arguments(words)
     assert stopped.value.code == 2
     assert "--deepspeed_config" in capsys.readouterr().err

@@ -31,7 +31,8 @@ from zero_topo.observe.runlog import log_evaluation, log_step, new_run_folder
 from zero_topo.observe.tables import render
 from zero_topo.units import format_seconds
 
-LINES = 12  # of progress, about this many
+LINES = 12  # of progress, about this many, where the output is no terminal
+BAR = 20  # characters of the bar on a terminal
 EVALUATION_SEED = 1_000_000  # every evaluation draws the same windows
 EVALUATION_BATCHES = 4
 
@@ -41,7 +42,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a byte-level GPT on source code.")
     add = parser.add_argument
     add("--data", type=Path, help="text file or folder; default: Python's standard library")
-    add("--steps", type=int, default=150, help="optimizer steps (default 150)")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=int, default=150, help="optimizer steps (default 150)")
+    length.add_argument(
+        "--seconds", type=float, help="train as many steps as fit, by the time of the warm-up's"
+    )
     add("--warmup", type=int, default=10, help="steps until the full learning rate (default 10)")
     add("--layers", type=int, default=4)
     add("--width", type=int, default=256)
@@ -54,6 +59,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     args = deepspeed.add_config_arguments(parser).parse_args(argv)
     if args.deepspeed_config is None:
         parser.error("give a DeepSpeed JSON: --deepspeed_config configs/demo.json")
+    if args.seconds is not None:
+        if args.warmup < 2 or args.resume is not None:
+            parser.error(
+                "--seconds times the warm-up of a new run, 2 steps or more: give --steps instead"
+            )
+        args.steps = math.inf  # until the end of the warm-up
     return args
 
 
@@ -102,7 +113,7 @@ def start(args: argparse.Namespace) -> Run:
     return Run(args, corpus, engine)
 
 
-def warm_up_and_cosine(steps: int, warmup: int, step: int) -> float:
+def warm_up_and_cosine(steps: float, warmup: int, step: int) -> float:
     """The factor of the learning rate at a step: a linear warm-up, then a cosine down to a
     tenth.
     """
@@ -115,10 +126,9 @@ def train(run: Run, log: Path | None, first: int) -> None:
     args = run.args
     engine = run.engine
     accumulation = engine.gradient_accumulation_steps()
-    every = max(1, (args.steps - first) // LINES)
-    begin_s = time.perf_counter()
-    for step in range(first, args.steps):
-        step_s = time.perf_counter()
+    times_s = [time.perf_counter()]
+    step = first
+    while step < args.steps:
         losses = []
         for number in range(step * accumulation, (step + 1) * accumulation):
             loss = run.loss(run.corpus.train, args.seed, number)
@@ -126,13 +136,54 @@ def train(run: Run, log: Path | None, first: int) -> None:
             engine.step()
             losses.append(loss.detach())
         mean = run.mean(losses)
-        now_s = time.perf_counter()
+        step += 1
+        times_s.append(time.perf_counter())
         stats = zero_topo.stats(engine) if "zero_topo" in engine.config else None
         sent = stats and stats.step_bytes
-        log_step(log, step + 1, mean, engine.get_lr()[0], now_s - step_s, sent)
-        if step in (first, args.steps - 1) or (step + 1) % every == 0:
-            took = format_seconds(now_s - begin_s)
-            print(f"step {step + 1}/{args.steps}  loss {mean:.3f}  {took}", flush=True)
+        log_step(log, step, mean, engine.get_lr()[0], times_s[-1] - times_s[-2], sent)
+        if step == args.warmup and args.seconds is not None:
+            args.steps = steps_that_fit(times_s, args.seconds, engine.device)
+        words = f"loss {mean:.3f}  {format_seconds(times_s[-1] - times_s[0])}"
+        show_progress(first, step, args.steps, words)
+
+
+def steps_that_fit(times_s: list[float], seconds: float, device: torch.device) -> int:
+    """Return the optimizer steps of a run of so many seconds, at least one more than there were.
+
+    Args:
+        times_s: when the run began, and when each step ended. The first step takes longer than
+            others. Clocks differ: those of rank 0 decide for all ranks.
+        seconds: of the whole run.
+        device: of the ranks' messages.
+    """
+    begin_s, first_s, *_, last_s = times_s
+    steps = len(times_s) - 1
+    step_s = (last_s - first_s) / (steps - 1)
+    more = int((seconds - (last_s - begin_s)) / step_s)
+    decided = torch.tensor(steps + max(1, more), device=device)
+    dist.broadcast(decided, src=0)
+    return int(decided)
+
+
+def show_progress(first: int, step: int, total: float, words: str) -> None:
+    """Redraw a bar on a terminal; elsewhere print a line after some of the steps.
+
+    Args:
+        first: steps before this run.
+        step: steps so far.
+        total: steps at the end, infinite while that is open.
+        words: what to show next to it.
+    """
+    known = math.isfinite(total)
+    line = f"step {step}/{total if known else '?'}  {words}"
+    if sys.stdout.isatty():
+        bar = "#" * int(BAR * step / total)
+        end = "\n" if step == total else ""
+        print(f"\r\x1b[K[{bar:<{BAR}}] {line}", end=end, flush=True)
+        return
+    every = max(1, int(total - first) // LINES) if known else 1
+    if step in (first + 1, total) or step % every == 0:
+        print(line, flush=True)
 
 
 @torch.no_grad()
