@@ -517,30 +517,25 @@ class _Symbolic(Group):
 
     device: Device
 
-    def _all_gather(self, message: Tensor) -> Handle[Tensor]:
-        received = message.new_empty(self.size, message.numel())
-        return self._queued(
-            message, received, lambda: received.copy_(message.expand(self.size, -1))
-        )
+    def _all_gather(self, x: Tensor, counts: Sequence[int] = ()) -> Handle[Tensor]:
+        if counts:
+            return self._all_to_all(x, counts, counts)
+        received = x.new_empty(self.size, *x.shape)
+        return self._queued(x, received, lambda: received.copy_(x.expand_as(received)))
 
-    def _all_to_all(self, table: Tensor) -> Handle[Tensor]:
-        received = torch.empty_like(table)
-        return self._queued(table, received, lambda: received.copy_(table))
-
-    def _reduce_scatter(self, table: Tensor) -> Handle[Tensor]:
-        received = torch.empty_like(table[:1])
-        begun = self._queued(table, received, lambda: received.copy_(table[:1]))
-        return begun.then(lambda summed: summed.view(torch.uint8))
-
-    def _all_to_all_uneven(
-        self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]
+    def _all_to_all(
+        self, x: Tensor, counts: Sequence[int] = (), expected: Sequence[int] = ()
     ) -> Handle[Tensor]:
-        """Brings zeros."""
-        received = rows.new_empty(sum(expected), rows.shape[1])
-        return self._queued(rows, received, received.zero_)
+        """Brings zeros, if rows are sent."""
+        if counts:
+            received = self._room(expected, x)
+            return self._queued(x, received, received.zero_)
+        received = torch.empty_like(x)
+        return self._queued(x, received, lambda: received.copy_(x))
 
-    def _all_gather_uneven(self, rows: Tensor, sizes: Sequence[int]) -> Handle[Tensor]:
-        return self._all_to_all_uneven(rows, sizes, sizes)
+    def _reduce_scatter(self, x: Tensor) -> Handle[Tensor]:
+        received = torch.empty_like(x[:1])
+        return self._queued(x, received, lambda: received.copy_(x[:1]))
 
     def _queued(self, sent: Tensor, received: Tensor, move: Callable[[], object]) -> Handle[Tensor]:
         transport = self.device.stream(f"nccl {self.lo}-{self.hi}")

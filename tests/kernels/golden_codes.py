@@ -189,8 +189,8 @@ def check_extremes(backend: Any, block: int = 256, device: str = "cpu") -> None:
         chunks = torch.cat([ends[31:-1:32], ends[-1:]]).view(torch.uint8).view(-1)
         for at, plane in (
             (0, chunks),
-            (spec.counts_offset(n), counts),
-            (spec.changes_offset(n, 0), packed[: ends[-1, 1]]),
+            (spec.offsets(n).counts, counts),
+            (spec.offsets(n).changes, packed[: ends[-1, 1]]),
         ):
             message[at : at + plane.numel()] = plane.to(torch.uint8)
         check_apply(backend, case, Messages(message.to(device).view(1, 1, 1, -1)))
@@ -292,7 +292,7 @@ def check_far(backend: Any, far: Callable[[int, torch.dtype], Tensor]) -> None:
         )
         check_assessed(backend, own, codes, case, change)
         made, wanted = table[0, member // 3, member % 3], torch.zeros(room, dtype=torch.uint8)
-        head = ChangeSpec(64).scales_offset(codes.blocks)
+        head = ChangeSpec(64).offsets(codes.blocks).scales
         made[:head] = wanted[:head] = OPS.encode_changes(masters, case.copy(), change, room)[:head]
         REFERENCE.codes_emit(masters, near, change, wanted)
         backend.codes_emit(own, codes, change, made)

@@ -66,11 +66,11 @@ def test_no_message_reaches_beyond(emulated: Emulated, seed: int, ends: list[int
     table = FencedMemory(at_end=True).tensor(6 * nbytes, torch.uint8).view(1, 2, 3, nbytes)
     table.random_(0, 256, generator=generator)
     table[..., :16].view(torch.int32).copy_(torch.tensor(ends).to(torch.int32).view(1, 2, 3, 4))
-    table[..., spec.counts_offset(n) : spec.scales_offset(n)] &= [0, 7, 63, 255][seed % 4]
+    table[..., spec.offsets(n).counts : spec.offsets(n).scales] &= [0, 7, 63, 255][seed % 4]
     stored = case.copy()
     emulated().codes_apply(Messages(table, without_member=4), stored)
     wholes = torch.zeros(1, 2, 3, spec.largest(n), dtype=torch.uint8)
-    wholes[..., spec.counts_offset(n) : spec.scales_offset(n)] = 255
+    wholes[..., spec.offsets(n).counts : spec.offsets(n).scales] = 255
     may = stored._replace(stored=torch.full((size,), FILLING, dtype=torch.uint8))
     REFERENCE.codes_apply(Messages(wholes, without_member=4), may)
     wrong = (stored.stored != case.codes.stored) & (may.stored == FILLING)
@@ -85,7 +85,7 @@ def test_a_message_without_room_is_not_written(emulated: Emulated) -> None:
     stored, masters = case.copy(), case.masters(0)
     change = OPS.assess_changes(masters, stored)
     count, size = change.ends[-1].tolist()
-    room = ChangeSpec(64).changes_offset(40, count) + size - 1
+    room = ChangeSpec(64).offsets(40, count).changes + size - 1
     message = torch.full((room,), FILLING, dtype=torch.uint8)
     backend.codes_emit(masters, stored, change, message)
     assert_same(stored.stored, case.codes.stored, "what is stored")

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch import Tensor
 
 from tests.harness import fake_world
@@ -28,30 +29,25 @@ from zero_topo.sync import selection
 class Mirrored(Group):
     """Peers that send what this rank sends to itself."""
 
-    def _all_gather(self, message: Tensor) -> Handle[Tensor]:
-        received = message.expand(self.size, -1).contiguous()
+    def _all_gather(self, x: Tensor, counts: Sequence[int] = ()) -> Handle[Tensor]:
+        if not counts:
+            return Handle(torch.stack([x] * self.size))
+        received = torch.cat([x] * self.size)
+        assert len(received) == sum(counts)
         return Handle(received)
 
-    def _all_to_all(self, table: Tensor) -> Handle[Tensor]:
-        received = table[self.index].expand_as(table).contiguous()
-        return Handle(received)
-
-    def _all_to_all_uneven(
-        self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]
+    def _all_to_all(
+        self, x: Tensor, counts: Sequence[int] = (), expected: Sequence[int] = ()
     ) -> Handle[Tensor]:
-        assert sum(sizes) == len(rows)
-        begin = sum(sizes[: self.index])
-        own = rows[begin : begin + sizes[self.index]]
+        if not counts:
+            return Handle(x[self.index].expand_as(x).contiguous())
+        assert sum(counts) == len(x)
+        begin = sum(counts[: self.index])
+        own = x[begin : begin + counts[self.index]]
         # Where nothing stays here (a tree), a message of zeros comes: an element that is zero.
-        received = (
-            own.repeat(self.size, 1) if len(own) else rows.new_zeros(sum(expected), rows.shape[1])
-        )
+        zeros = self._room(expected, x).zero_()
+        received = torch.cat([own] * self.size) if len(own) else zeros
         assert len(received) == sum(expected)
-        return Handle(received)
-
-    def _all_gather_uneven(self, rows: Tensor, sizes: Sequence[int]) -> Handle[Tensor]:
-        received = rows.repeat(self.size, 1)
-        assert len(received) == sum(sizes)
         return Handle(received)
 
 

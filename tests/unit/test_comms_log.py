@@ -5,16 +5,17 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from zero_topo.collectives.meter import Meter
 from zero_topo.collectives.queue import Handle
-from zero_topo.collectives.transport import Group, as_bytes
+from zero_topo.collectives.transport import Group
 from zero_topo.observe.monitor import NAMES, comms_timing, record
 
 GATHER: tuple[Any, int, bool] = ("all_gather", 300, True)
@@ -26,6 +27,14 @@ def group(phase: str, meter: Meter | None = None, members: int = 4) -> Group:
     return Group(1, members, 0, tuple(range(members)), "node", None, meter or Meter()).metered(
         phase
     )
+
+
+def begun(group: Group, exchange: tuple[Any, int, bool], handle: Handle[Tensor]) -> Handle[Tensor]:
+    """An exchange in which this rank sends as many bytes, and its given handle."""
+    op, nbytes, _ = exchange
+    table = torch.zeros(group.size, nbytes // (group.size - 1), dtype=torch.uint8)
+    with patch.object(group, f"_{op}", lambda _: handle):
+        return group.begin(op, table[0] if op == "all_gather" else table)
 
 
 @pytest.fixture
@@ -60,8 +69,8 @@ def test_sizes_and_rates_are_those_deepspeed_would_log_in_a_world_of_that_size(
         group("sync", members=members), op, (members - 1) * part, even, milliseconds / 1e3
     )
     passed = part if op == "all_gather" else members * part
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deepspeed.comm, "get_world_size", lambda: members)
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(deepspeed.comm, "get_world_size", lambda: members)
         algorithm, bus = calc_bw_log(NAMES[op], passed, milliseconds)
     assert size == (passed if even else 0)
     assert ours == pytest.approx((milliseconds, algorithm, bus))
@@ -72,14 +81,13 @@ def test_messages_that_may_differ_between_ranks_say_so() -> None:
     exchanges: list[tuple[str, bool, int]] = []
     meter, table = Meter(), torch.zeros(2, 3)
     meter.listener = lambda _, op, nbytes, even: exchanges.append((op, even, nbytes))
-    sent = Handle(as_bytes(table).view(2, -1))
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("_all_gather", "_all_to_all", "_all_to_all_uneven"):
-            patch.setattr(Group, name, lambda *_: sent)
+    with pytest.MonkeyPatch.context() as patches:
+        for name in ("_all_gather", "_all_to_all"):
+            patches.setattr(Group, name, lambda *_: Handle(table))
         peers = group("sync", meter, members=2)
         peers.all_to_all(table)
         peers.gather(table[0])
-        peers.all_to_all_known(table, [1, 1], [1, 1])
+        peers.begin("all_to_all", table, [1, 1], [1, 1])
     assert exchanges == [
         ("all_to_all", True, 12),
         ("all_gather", True, 12),
@@ -112,6 +120,6 @@ def test_deepspeeds_switches_decide(
 def test_what_nobody_listens_to_is_not_waited_for() -> None:
     """Timing an exchange ends its overlap."""
     meter, work = Meter(), MagicMock()
-    group("gather_forward", meter)._begin(*GATHER, lambda: Handle(MagicMock(), work))
+    begun(group("gather_forward", meter), GATHER, Handle(MagicMock(), work))
     meter.end_step()
     assert meter.last_step == {("gather_forward", "node"): 300} and not work.wait.called

@@ -34,26 +34,23 @@ class Gloo(Group):
 
     sums = False
 
-    def _all_gather(self, message: Tensor) -> Handle[Tensor]:
-        return self._all_gather_uneven(message[None], [1] * self.size)
+    def _all_gather(self, x: Tensor, counts: Sequence[int] = ()) -> Handle[Tensor]:
+        rows = x.contiguous() if counts else x[None].contiguous()
+        counts = counts or [1] * self.size
+        received = self._room(counts, rows)
+        return self._swap([rows] * self.size, received.split(list(counts)), received)
 
-    def _all_to_all(self, table: Tensor) -> Handle[Tensor]:
-        ones = [1] * self.size
-        received = self._all_to_all_uneven(table.view(self.size, -1), ones, ones)
-        return received.then(lambda rows: rows.view(table.shape))
-
-    def _all_to_all_uneven(
+    def _all_to_all(
         self,
-        rows: Tensor,
-        sizes: Sequence[int],
-        expected: Sequence[int],
+        x: Tensor,
+        counts: Sequence[int] = (),
+        expected: Sequence[int] = (),
     ) -> Handle[Tensor]:
-        received = self._room(expected, rows)
-        return self._swap(rows.split(list(sizes)), received.split(list(expected)), received)
-
-    def _all_gather_uneven(self, rows: Tensor, sizes: Sequence[int]) -> Handle[Tensor]:
-        received = self._room(sizes, rows)
-        return self._swap([rows] * self.size, received.split(list(sizes)), received)
+        rows = x.contiguous()
+        counts = counts or [1] * self.size
+        received = self._room(expected or counts, rows)
+        places = received.split(list(expected or counts))
+        return self._swap(rows.split(list(counts)), places, received)
 
     def _swap(
         self,

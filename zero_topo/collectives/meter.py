@@ -34,6 +34,7 @@ class Meter:
 
     Attributes:
         listener: times exchanges, counted or not.
+        step: bytes of the current optimizer step, to which each group adds.
         last_step: bytes of the last closed optimizer step.
         last_seconds: seconds by phase of the last closed optimizer step, see :meth:`timing`.
         total: bytes of all closed optimizer steps.
@@ -42,7 +43,7 @@ class Meter:
     listener: Listener | None = None
 
     def __init__(self) -> None:
-        self._step: Counter[Key] = Counter()  # bytes of the current step
+        self.step: Counter[Key] = Counter()
         self.last_step: Counter[Key] = Counter()
         self.total: Counter[Key] = Counter()
         # By phase, since the start; the watching rank compares them
@@ -57,9 +58,11 @@ class Meter:
         self.steps = 0
 
     def record(self, phase: str, domain: str, nbytes: int) -> None:
-        """Add one collective in which this rank sent ``nbytes``; zero bytes leave no entry."""
+        """Add one collective of DeepSpeed or FSDP2 in which this rank sent ``nbytes``; zero bytes
+        leave no entry.
+        """
         if nbytes:
-            self._step[phase, domain] += nbytes
+            self.step[phase, domain] += nbytes
             self.calls[phase] += 1
 
     @contextmanager
@@ -101,9 +104,9 @@ class Meter:
 
     def end_step(self) -> None:
         """Close an optimizer step: :attr:`last_step` then has its counts."""
-        self.total.update(self._step)
-        self.last_step = self._step
-        self._step = Counter()
+        self.total.update(self.step)
+        self.last_step = self.step
+        self.step = Counter()
         # Not copied: the next step gets new ones.
         self.last_seconds = self._seconds
         self._seconds = defaultdict(float)
@@ -111,5 +114,5 @@ class Meter:
 
     def reset_step(self) -> None:
         """Discard the counts since the last :meth:`end_step` (evaluation, set-up)."""
-        self._step = Counter()
+        self.step = Counter()
         self._seconds = defaultdict(float)

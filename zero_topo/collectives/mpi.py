@@ -33,42 +33,41 @@ class Mpi(Group):
         )
         self._comm = comm
 
-    def _all_gather(self, message: Tensor) -> Handle[Tensor]:
-        sent = message.cpu()
-        received = torch.empty(self.size, message.numel(), dtype=message.dtype, device="cpu")
+    def _all_gather(self, x: Tensor, counts: Sequence[int] = ()) -> Handle[Tensor]:
+        """Begin the exchange; of rows, also end it."""
+        sent = x.cpu().contiguous()
+        if counts:
+            received = self._room(counts, sent)
+            places = _row_bytes(sent) * host_counts(counts).numpy()
+            self._comm.Allgatherv(_buffer(sent), [_buffer(received), places])
+            return Handle(received.to(x.device))
+        received = sent.new_empty(self.size, *sent.shape)
         request = self._comm.Iallgather(_buffer(sent), _buffer(received))
-        return Handle(received, request.Wait, (sent,)).then(lambda r: r.to(message.device))
+        return Handle(received, request.Wait, (sent,)).then(lambda r: r.to(x.device))
 
-    def _all_to_all(self, table: Tensor) -> Handle[Tensor]:
-        sent = table.cpu()
-        received = torch.empty_like(table, device="cpu")
-        request = self._comm.Ialltoall(_buffer(sent), _buffer(received))
-        return Handle(received, request.Wait, (sent,)).then(lambda r: r.to(table.device))
-
-    def _all_to_all_uneven(
+    def _all_to_all(
         self,
-        rows: Tensor,
-        sizes: Sequence[int],
-        expected: Sequence[int],
+        x: Tensor,
+        counts: Sequence[int] = (),
+        expected: Sequence[int] = (),
     ) -> Handle[Tensor]:
-        """Run the exchange before returning: it blocks."""
-        width = rows.shape[1]
-        received = torch.empty(sum(expected), width, dtype=rows.dtype, device="cpu")
-        lengths = width * host_counts(sizes).numpy()
-        due = width * host_counts(expected).numpy()
-        # MPI counts bytes, of a row's width each.
-        self._comm.Alltoallv([rows.cpu().numpy(), lengths], [received.numpy(), due])
-        return Handle(received.to(rows.device))
-
-    def _all_gather_uneven(self, rows: Tensor, sizes: Sequence[int]) -> Handle[Tensor]:
-        """Run the exchange before returning: it blocks."""
-        width = rows.shape[1]
-        received = torch.empty(sum(sizes), width, dtype=rows.dtype, device="cpu")
-        due = width * host_counts(sizes).numpy()
-        self._comm.Allgatherv(rows.cpu().numpy(), [received.numpy(), due])
-        return Handle(received.to(rows.device))
+        """Begin the exchange; of rows, also end it."""
+        sent = x.cpu().contiguous()
+        if counts:
+            received = self._room(expected, sent)
+            lengths = _row_bytes(sent) * host_counts(counts).numpy()
+            places = _row_bytes(sent) * host_counts(expected).numpy()
+            self._comm.Alltoallv([_buffer(sent), lengths], [_buffer(received), places])
+            return Handle(received.to(x.device))
+        received = torch.empty_like(sent)
+        request = self._comm.Ialltoall(_buffer(sent), _buffer(received))
+        return Handle(received, request.Wait, (sent,)).then(lambda r: r.to(x.device))
 
 
 def _buffer(x: Tensor) -> Any:
-    """Return a tensor of any dtype as a buffer that mpi4py accepts."""
-    return x.view(torch.uint8).numpy()
+    """Return a tensor of any dtype as a buffer that mpi4py accepts: bytes."""
+    return x.view(-1).view(torch.uint8).numpy()
+
+
+def _row_bytes(rows: Tensor) -> int:
+    return rows.shape[1:].numel() * rows.itemsize

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from functools import lru_cache, partial
+from functools import lru_cache
 from operator import itemgetter
 from typing import Any, Literal, Self
 
@@ -34,12 +34,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_topo.collectives.meter import Meter
+from zero_topo.collectives.meter import Key, Meter
 from zero_topo.collectives.queue import Handle
 from zero_topo.plan import Plan
 from zero_topo.quant.operands import DTYPES, View, at_blocks, counted, total_numel
 from zero_topo.quant.ops import dequantize, dequantize_reduce, quantize, requantize
 from zero_topo.quant.spec import Cast, Format
+
+Op = Literal["all_gather", "all_to_all", "reduce_scatter"]
 
 
 class Group:
@@ -56,8 +58,7 @@ class Group:
         members: ``members[r]`` is the member with group rank ``r``.
         domain: smallest domain that holds the group.
         group: the process group; None for a group of one.
-        sums: whether :meth:`sum_later` may be called: the backend's own reduce-scatter sends no
-            more than needed.
+        sums: whether "reduce_scatter" may be begun: the backend's own sends no more than needed.
         done: finished works that are kept alive, see Note [Works that are kept] in
             ``backends.py``.
         meter: counts the exchanges.
@@ -66,6 +67,7 @@ class Group:
     """
 
     phase: str
+    _key: Key
     sums = True
 
     def __init__(
@@ -95,176 +97,113 @@ class Group:
         """Return a copy of this group whose exchanges are counted for a phase."""
         metered = copy(self)
         metered.phase = phase
+        metered._key = phase, self.domain
         return metered
 
-    def gather_later(self, x: Tensor) -> Handle[Tensor]:
-        """Start an all-gather of ``x``, of one shape on all members; the result is
-        ``[size, *x.shape]``.
-        """
-        if self.size == 1:
-            return Handle(x[None])
-        shape = self.size, *x.shape
-        nbytes = (self.size - 1) * x.nbytes
-        received = self._begin("all_gather", nbytes, True, self._all_gather, as_bytes(x))
-        if x.dtype == torch.uint8 and x.dim() == 1:
-            return received
-        return received.then(lambda b: b.view(x.dtype).view(shape))
+    def begin(self, op: Op, x: Tensor, *counts: Sequence[int]) -> Handle[Tensor]:
+        """Begin an exchange, and count the bytes that this rank sends to the others.
 
-    def gather(self, x: Tensor) -> Tensor:
-        """All-gather ``x`` and wait; see :meth:`gather_later`."""
-        return self.gather_later(x).wait()
-
-    def all_to_all_later(self, table: Tensor) -> Handle[Tensor]:
-        """Start an all-to-all: entry ``c`` of ``table`` goes to member ``c``; the result has the
-        entries for this rank.
+        If the meter's listener times the exchange, it is also finished.
 
         Args:
-            table: ``[size, ...]`` of any dtype, contiguous, of one shape on all members.
+            op: "all_gather" sends ``x``, of one shape on all members, to each; the result is
+                ``[size, *x.shape]``. "all_to_all" sends entry ``c`` of ``x [size, ...]`` to member
+                ``c``; the result has the entries for this rank. "reduce_scatter" sums these, in the
+                order of the backend's ring, into ``[1, ...]``; see :attr:`sums`.
+            x: the values.
+            counts: of values that are rows, in member order. "all_gather" takes the rows of each
+                member, and returns all of them. "all_to_all" takes the rows for each member, and
+                the rows from each, which it returns.
         """
         if self.size == 1:
-            return Handle(table)
-        if table.dtype != torch.uint8:
-            dtype = table.dtype
-            shape = table.shape
-            received = self.all_to_all_later(as_bytes(table).view(self.size, -1))
-            return received.then(lambda message: message.view(-1).view(dtype).view(shape))
-        nbytes = (self.size - 1) * (table.nbytes // self.size)
-        return self._begin("all_to_all", nbytes, True, self._all_to_all, table)
-
-    def all_to_all(self, table: Tensor) -> Tensor:
-        """Run an all-to-all and wait; see :meth:`all_to_all_later`."""
-        return self.all_to_all_later(table).wait()
-
-    def sum_later(self, table: Tensor, dtype: torch.dtype) -> Handle[Tensor]:
-        """Start the backend's reduce-scatter: the sum of all members' entries for this rank, in the
-        order of its ring.
-
-        Args:
-            table: ``[size, ...]`` of uint8, contiguous, of one shape on all members; entry ``c`` is
-                for member ``c``.
-            dtype: the type of the values that it has, in which they are added.
-
-        Returns:
-            ``[1, ...]`` of uint8 on ``wait``.
-        """
-        nbytes = (self.size - 1) * (table.nbytes // self.size)
-        return self._begin("reduce_scatter", nbytes, True, self._reduce_scatter, table.view(dtype))
-
-    def gather_known(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
-        """All-gather ``rows`` (``[sizes[index], ...]``) of known sizes into
-        ``[sum(sizes), ...]``.
-        """
-        nbytes = (self.size - 1) * rows.nbytes
-        return self._uneven(rows, nbytes, self._all_gather_uneven, sizes)
-
-    def all_to_all_known(
-        self,
-        rows: Tensor,
-        sizes: Sequence[int],
-        expected: Sequence[int],
-    ) -> Tensor:
-        """Send the next ``sizes[c]`` rows to each member ``c``, and return the rows received, in
-        member order.
-
-        Args:
-            rows: ``[sum(sizes), ...]``, contiguous.
-            sizes: rows for each member, on the host.
-            expected: rows received from each member, equal to that member's entry of ``sizes`` for
-                this rank.
-        """
-        sent = len(rows) - sizes[self.index]
-        nbytes = sent * rows.shape[1:].numel() * rows.itemsize
-        return self._uneven(rows, nbytes, self._all_to_all_uneven, sizes, expected)
-
-    def _uneven(self, rows: Tensor, nbytes: int, begin: Any, *sizes: Sequence[int]) -> Tensor:
-        """Run an exchange of rows, and return the received rows in the shape and dtype of those
-        given.
-        """
-        if self.size == 1:
-            return rows
-        row = rows.shape[1:]
-        width = row.numel() * rows.itemsize
-        table = rows.view(torch.uint8).view(len(rows), width)
-        received = self._begin("all_to_all", nbytes, False, begin, table, *sizes).wait()
-        values = received.view(-1).view(rows.dtype)
-        return values.view(len(received), *row)
-
-    def _begin(
-        self,
-        op: Literal["all_gather", "all_to_all", "reduce_scatter"],
-        nbytes: int,
-        even: bool,
-        begin: Callable[..., Handle[Tensor]],
-        *arguments: Any,
-    ) -> Handle[Tensor]:
-        """Begin and count an exchange; if the meter's listener times it, also finish it."""
+            return Handle(x[None] if op == "all_gather" and not counts else x)
+        if op == "all_gather":
+            sent = (self.size - 1) * x.nbytes
+        elif counts:
+            sent = x.nbytes - x[: counts[0][self.index]].nbytes
+        else:
+            sent = (self.size - 1) * (x.nbytes // self.size)
         # Counted when it begins, whether or not it is waited for.
-        self.meter.record(self.phase, self.domain, nbytes)
-        listener = self.meter.listener
-        timing = listener and listener(self, op, nbytes, even)
+        if sent:
+            self.meter.step[self._key] += sent
+            self.meter.calls[self.phase] += 1
+        ops: dict[Op, Callable[..., Handle[Tensor]]] = {
+            "all_gather": self._all_gather,
+            "all_to_all": self._all_to_all,
+            "reduce_scatter": self._reduce_scatter,
+        }
+        # Rows of known counts are sent by an all-to-all.
+        name = "all_to_all" if counts else op
+        timing = self.meter.listener and self.meter.listener(self, name, sent, not counts)
         if timing is None:
-            return begin(*arguments)
+            return ops[op](x, *counts)
         with timing:
-            handle = begin(*arguments)
+            handle = ops[op](x, *counts)
             handle.wait()
         return handle
 
+    def gather(self, x: Tensor) -> Tensor:
+        """All-gather ``x`` and wait; see :meth:`begin`."""
+        return self.begin("all_gather", x).wait()
+
+    def all_to_all(self, table: Tensor) -> Tensor:
+        """Run an all-to-all and wait; see :meth:`begin`."""
+        return self.begin("all_to_all", table).wait()
+
     # -- torch's collectives, which another transport replaces (Note [Group order]) ----------------
 
-    def _all_gather(self, message: Tensor) -> Handle[Tensor]:
-        """All-gather ``message`` (1-D, contiguous, of one length on all members) into
-        ``[size, numel]``.
-        """
-        shape = self.size, message.numel()
-        received = torch.empty(shape, dtype=message.dtype, device=message.device)
-        work = dist.all_gather_into_tensor(received, message, group=self.group, async_op=True)
-        return self._ended(work, message, received)
+    def _all_gather(self, x: Tensor, counts: Sequence[int] = ()) -> Handle[Tensor]:
+        if counts:
+            return self._all_gather_rows(x, counts)
+        sent = x.contiguous()
+        received = sent.new_empty(self.size, *x.shape)
+        work = dist.all_gather_into_tensor(received, sent, group=self.group, async_op=True)
+        handle = Handle(received, work.wait, (sent,))
+        return handle if self.in_order else handle.then(self._by_member)
 
-    def _all_to_all(self, table: Tensor) -> Handle[Tensor]:
-        """Send entry ``c`` of ``table`` (``[size, ...]``, contiguous) to member ``c``; the result
-        has that shape.
-        """
-        send = table if self.in_order else self._in_order(table, self.members)
-        received = torch.empty(table.shape, dtype=table.dtype, device=table.device)
-        work = dist.all_to_all_single(received, send, group=self.group, async_op=True)
-        return self._ended(work, send, received)
+    def _all_to_all(
+        self,
+        x: Tensor,
+        counts: Sequence[int] = (),
+        expected: Sequence[int] = (),
+    ) -> Handle[Tensor]:
+        if counts:
+            return self._all_to_all_rows(x, counts, expected)
+        sent = x.contiguous() if self.in_order else self._in_order(x, self.members)
+        received = torch.empty_like(sent)
+        work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
+        handle = Handle(received, work.wait, (sent,))
+        return handle if self.in_order else handle.then(self._by_member)
 
-    def _reduce_scatter(self, table: Tensor) -> Handle[Tensor]:
-        """Sum entry ``index`` of the members' tables (``[size, ...]``, contiguous) into
-        ``[1, ...]``, as uint8.
-        """
-        send = table if self.in_order else self._in_order(table, self.members)
-        # Of uint8 nothing can be summed: the caller has viewed the table as values.
-        received = torch.empty(1, *table.shape[1:], dtype=table.dtype, device=table.device)
+    def _reduce_scatter(self, x: Tensor) -> Handle[Tensor]:
+        sent = x.contiguous() if self.in_order else self._in_order(x, self.members)
+        received = sent.new_empty(1, *x.shape[1:])
         # torch 2.13 has renamed reduce_scatter_tensor.
         old: Any = getattr(dist, "reduce_scatter_tensor", None)
         reduce_scatter = getattr(dist, "reduce_scatter_single", old)
-        work = reduce_scatter(received, send, group=self.group, async_op=True)
-        return Handle(received.view(torch.uint8), work.wait, (send,))
+        work = reduce_scatter(received, sent, group=self.group, async_op=True)
+        return Handle(received, work.wait, (sent,))
 
-    def _ended(self, work: dist.Work, sent: Tensor, received: Tensor) -> Handle[Tensor]:
-        """Return a handle whose ``wait`` gives the received buffer in the order of the members."""
-        ended = Handle(received, work.wait, (sent,))
-        return ended if self.in_order else ended.then(lambda r: self._in_order(r, self.group_ranks))
+    def _by_member(self, received: Tensor) -> Tensor:
+        """Return what was received in the order of the members."""
+        return self._in_order(received, self.group_ranks)
 
     def _room(self, counts: Sequence[int], rows: Tensor) -> Tensor:
-        """Allocate ``[sum(counts), width]`` for rows like the given ones."""
-        width = rows.shape[1]
-        return torch.empty(sum(counts), width, dtype=rows.dtype, device=rows.device)
+        """Allocate ``[sum(counts), ...]`` for rows like the given ones."""
+        return rows.new_empty(sum(counts), *rows.shape[1:])
 
     def _in_order(self, table: Tensor, order: tuple[int, ...]) -> Tensor:
         """Return a copy with the entries in another order, which may be sent."""
-        ordered = torch.empty(table.shape, dtype=table.dtype, device=table.device)
-        return torch.index_select(table, 0, _index(order, table.device), out=ordered)
+        return table.index_select(0, _index(order, table.device))
 
-    def _all_to_all_uneven(
+    def _all_to_all_rows(
         self,
         rows: Tensor,
         sizes: Sequence[int],
         expected: Sequence[int],
     ) -> Handle[Tensor]:
-        """Send ``sizes[c]`` rows of uint8 ``[sum(sizes), width]`` to each member ``c``:
-        ``[sum(expected), width]``.
+        """Send ``sizes[c]`` rows of ``[sum(sizes), ...]`` to each member ``c``:
+        ``[sum(expected), ...]``.
         """
         received = self._room(expected, rows)
         if self.in_order:
@@ -283,8 +222,8 @@ class Group:
         ended = Handle(received, work.wait, (send,))
         return ended.then(lambda r: _regrouped(r, due, _index(self.group_ranks, cpu)))
 
-    def _all_gather_uneven(self, rows: Tensor, sizes: Sequence[int]) -> Handle[Tensor]:
-        """All-gather rows of uint8 ``[sizes[index], width]`` into ``[sum(sizes), width]``."""
+    def _all_gather_rows(self, rows: Tensor, sizes: Sequence[int]) -> Handle[Tensor]:
+        """All-gather rows ``[sizes[index], ...]`` into ``[sum(sizes), ...]``."""
         received = self._room(sizes, rows)
         places = received.split(list(sizes))
         if not self.in_order:
@@ -401,13 +340,13 @@ def all_gather(hierarchy: Hierarchy, message: Tensor) -> Handle[Tensor]:
         ``[outer, inner, numel]`` on ``wait``, a view: the message of member ``m`` is at
         ``[m // inner, m % inner]``.
     """
-    outer = hierarchy.groups[-1].gather_later(message)
+    outer = hierarchy.groups[-1].begin("all_gather", message[None])
     if len(hierarchy.groups) == 1:
-        return outer.then(lambda received: received[None])
+        return outer
     inner = hierarchy.groups[0]
 
     def inside(received: Tensor) -> Handle[Tensor]:
-        gathered = inner.gather_later(received)
+        gathered = inner.begin("all_gather", received[:, 0])
         return gathered.then(lambda messages: messages.transpose(0, 1))
 
     return outer.then(inside)
@@ -509,20 +448,21 @@ def reduce_scatter(
     first = hierarchy.groups[0]
     outer = hierarchy.groups[-1]
     numel = total_numel(out)
-    begin: Callable[[Tensor], Handle[Tensor]] = first.all_to_all_later
-    last: Callable[[Tensor], Handle[Tensor]] = outer.all_to_all_later
-    if any(backend):
-        assert isinstance(spec, Cast)
-        dtype = DTYPES[spec.dtype]
-        begin = partial(first.sum_later, dtype=dtype) if backend[0] else begin
-        last = partial(outer.sum_later, dtype=dtype) if backend[-1] else last
     nbytes = spec.nbytes(numel)
     send = _empty(first, hierarchy.size, nbytes, out[0].flat.device)
     quantize(at_blocks(parts, spec.block_size), spec, send.transpose(0, 1))
-    if any(backend) and dtype == torch.float16 and factor != 1.0:
+    if any(backend) and spec == Cast("fp16") and factor != 1.0:
         # Sums of many gradients overflow FP16, so they are divided first, as DeepSpeed's are.
         send.view(torch.float16).mul_(factor)
         factor = 1.0
+
+    def begin(group: Group, adds: bool, send: Tensor) -> Handle[Tensor]:
+        if not adds:
+            return group.begin("all_to_all", send)
+        assert isinstance(spec, Cast)
+        # Of uint8 nothing can be summed.
+        sums = group.begin("reduce_scatter", send.view(DTYPES[spec.dtype]))
+        return sums.then(lambda values: values.view(torch.uint8))
 
     def forward(received: Tensor) -> Handle[Tensor]:
         send = received.transpose(0, 1)
@@ -530,13 +470,13 @@ def reduce_scatter(
             # The messages of one destination are summed before they leave for the next group.
             send = _empty(outer, received.shape[1], nbytes, received.device)
             requantize(received, spec, send.transpose(0, 1), numel)
-        return last(send)
+        return begin(outer, backend[-1], send)
 
     def finish(received: Tensor) -> None:
         dequantize_reduce(received[:, 0], spec, out, factor, accumulate)
 
     # Two groups: the inner one first, so that each byte crosses nodes once.
-    received = begin(send)
+    received = begin(first, backend[0], send)
     if outer is not first:
         received = received.then(forward)
     return received.then(finish)

@@ -6,6 +6,7 @@ they are gathered.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -186,7 +187,8 @@ class Buffer:
         return torch.cat([stored[number] for number in range(len(messages))])
 
     def _encode(self, message: Sequence[int], out: Tensor | None = None) -> Tensor:
-        views = [self.forms[index].view for index in message]
+        forms = map(self.forms.__getitem__, message)
+        views = list(map(attrgetter("view"), forms))
         return quantize(views, self.forms[message[0]].wire, out)
 
     def _decode(self, message: Sequence[int], table: Tensor, flats: dict[int, Tensor]) -> None:

@@ -83,7 +83,6 @@ class Gradients:
             of experts.
 
     Attributes:
-        buffer: ``[N / G, F]``, the sums over this gradient domain, divided by N.
         mode: the mode of sync.
         backend: for each group of the scatter, whether the backend adds.
     """
@@ -101,13 +100,14 @@ class Gradients:
         averaged: int | None = None,
     ) -> None:
         self.layout = layout
-        self.buffer = mode.context.shard
         self.mode = mode
         self._wire = wire
         self._loss_scale = loss_scale
         self._meter = mesh.meter
         self._queue = queues.updates
         self._averaged = averaged or layout.plan.world_size
+        # By parameter, its columns of the buffer
+        self._views = range_views(self.buffer, layout.shard_ranges(range(len(layout.numels))))
         self._hierarchy = mesh.hierarchy(1, layout.plan.gradients).metered("scatter")
         groups = self._hierarchy.groups
         sums = [group.sums for group in groups]
@@ -186,7 +186,7 @@ class Gradients:
         # Read in place where ranks are placed in tree order; else one copy a gradient.
         flats = [self.layout.in_tree_order(grad.reshape(-1)) for grad in grads]
         parts = [shard_view(flat, plan, plan.gradients) for flat in flats]
-        views = range_views(self.buffer, self.layout.shard_ranges(param_indices))
+        views = [self._views[index] for index in param_indices]
         # The mean of all ranks, before sums leave the node: no scale depends on the plan.
         mean = 1.0 / self._averaged
         return reduce_scatter(self._hierarchy, parts, wire, views, mean, True, self.backend)
@@ -264,6 +264,11 @@ class Gradients:
         self._start([run for run in range(len(self._runs)) if run not in self._started])
         self._wait()
         self._current = True
+
+    @property
+    def buffer(self) -> Tensor:
+        """``[N / G, F]``, the sums over this gradient domain, divided by N."""
+        return self.mode.context.shard
 
     @property
     def own_row(self) -> Tensor:

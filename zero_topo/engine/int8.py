@@ -138,29 +138,34 @@ class Int8:
             # All runs are assessed before any is sent: their sizes then take one host
             # synchronization.
             assessed.append((masters, part, ops.assess_changes(masters, part)))
-        agreed = self._agreed_sizes(hierarchy, [change for *_, change in assessed])
-        for (param_indices, table, _), run, nbytes in zip(runs, assessed, agreed, strict=True):
+        agreed = self._agreed_sizes(hierarchy, assessed)
+        for (param_indices, *_), run, nbytes in zip(runs, assessed, agreed, strict=True):
             sizes[param_indices[0]] = nbytes
+            masters, _, change = run
             # The queue's stream reads them after this function has returned.
-            reads = [table, *run[-1]]
+            reads = [masters.table, *change]
             yield param_indices, queue.run(partial(self._send, hierarchy, *run, nbytes), reads)
 
-    def _agreed_sizes(self, hierarchy: Hierarchy, changes: Sequence[Change]) -> list[int]:
+    def _agreed_sizes(
+        self,
+        hierarchy: Hierarchy,
+        assessed: Sequence[tuple[Masters, Codes, Change]],
+    ) -> list[int]:
         """Return the bytes of the messages of each run: enough for the changes of every rank.
 
         This is the only host synchronization of a publish, one for all its runs.
         """
-        if not changes:
+        if not assessed:
             return []
         # Blocks sent whole, bytes of changes
-        totals = torch.cat([change.ends[-1:] for change in changes])
+        totals = torch.cat([change.ends[-1:] for *_, change in assessed])
         gathered = all_gather(hierarchy, totals.view(-1).view(torch.uint8)).wait()
         numbers = gathered.contiguous().view(torch.int64)
-        most = numbers.view(-1, len(changes), 2).amax(0).tolist()
+        most = numbers.view(-1, len(assessed), 2).amax(0).tolist()
         spec = ChangeSpec(self.codes.block)
         sizes = []
-        for change, largest in zip(changes, most, strict=True):
-            blocks = len(change.scales)
+        for (_, part, _), largest in zip(assessed, most, strict=True):
+            blocks = part.blocks
             # Where nearly all blocks change, whole blocks are the shorter message.
             sizes.append(min(spec.nbytes(blocks, *largest), spec.largest(blocks)))
         return sizes

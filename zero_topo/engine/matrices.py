@@ -117,7 +117,7 @@ class Matrices:
         sent = torch.cat(
             [torch.stack(list(map(parts.__getitem__, alike))).flatten() for alike in groups]
         ).to(self._dtype)
-        received = group.all_to_all_known(sent, sizes, same).view(group.size, same[0])
+        received = group.begin("all_to_all", sent, sizes, same).wait().view(group.size, same[0])
         tables = received.split(
             [sum(map(numels.__getitem__, alike)) for alike in by_owner[group.index]], dim=1
         )
@@ -136,8 +136,7 @@ class Matrices:
             # Back into shards: row r belongs to member r % size.
             rows = layout.rows(changed.flatten(1)).unflatten(1, (-1, group.size))
             replies.append(rows.permute(2, 0, 1, 3).flatten(1))
-        back = group.all_to_all_known(
-            torch.cat(replies, dim=1).to(self._dtype).view(-1), same, sizes
-        )
+        reply = torch.cat(replies, dim=1).to(self._dtype).view(-1)
+        back = group.begin("all_to_all", reply, same, sizes).wait()
         for param_index, values in zip(numels, back.split([*numels.values()]), strict=True):
             parts[param_index].copy_(values.view(parts[param_index].shape))

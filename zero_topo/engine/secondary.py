@@ -107,7 +107,7 @@ class Secondary:
 
     def refresh(self, param_indices: Sequence[int]) -> None:
         """Renew some parameters' copies from the primary, if that takes no collective."""
-        if self.stored is not None and self._rows is not None:
+        if self._rows is not None:
             for index in param_indices:
                 self._store(index, self._layout.parameter(self._rows, index))
 

@@ -47,18 +47,19 @@ class Layout:
         return tuple(self.plan.shard_numel(n) for n in self.numels)
 
     @cached_property
-    def _edges(self) -> tuple[int, ...]:
+    def edges(self) -> tuple[int, ...]:
+        """First column of each parameter, and the end of the last one."""
         return tuple(accumulate(self.widths, initial=0))
 
     @cached_property
     def begins(self) -> tuple[int, ...]:
         """First column of each parameter."""
-        return self._edges[:-1]
+        return self.edges[:-1]
 
     @property
     def columns(self) -> int:
         """``F``: columns of all parameters."""
-        return self._edges[-1]
+        return self.edges[-1]
 
     @cached_property
     def padded_numels(self) -> tuple[int, ...]:
@@ -73,7 +74,7 @@ class Layout:
         """Return the columns of consecutive parameters."""
         if not param_indices:
             return slice(0, 0)
-        return slice(self._edges[param_indices[0]], self._edges[param_indices[-1] + 1])
+        return slice(self.edges[param_indices[0]], self.edges[param_indices[-1] + 1])
 
     def row(self, degree: int) -> int:
         """Return the index of the rank's own world shard in its shard of ``degree``."""

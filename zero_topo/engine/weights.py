@@ -274,16 +274,13 @@ class Weights:
             param_indices = range(len(self.coded))
         self.wait_for_publish(param_indices)
         self._stale.update(param_indices)
-        columns = self.layout.columns_of(param_indices)
+        first = self.layout.edges[param_indices.start]
         rows = masters
         if self.int8 is not None:
             rows = masters.to(self.own.device, torch.float32)
-        self.own[:, columns].copy_(rows)
-        plan = self.layout.plan
-        if self.int8 is not None:
-            updated = self._floats.subset(self.primary, plan.weights, plan.optimizer)
-            self._copy_floats(param_indices, self.own, updated)
-        self._updates.append((param_indices, rows, columns.start))
+        self.own[:, first : first + rows.shape[1]].copy_(rows)
+        self._copy_floats(param_indices, self.layout.plan.optimizer)
+        self._updates.append((param_indices, rows, first))
         # `start_publish` may run on another stream, which then waits for this event.
         self._updated = recorded_event(self.own.device)
         if rows is not masters:
@@ -291,11 +288,20 @@ class Weights:
             # them while the CPU updates the next ones.
             self.start_publish()
 
-    def _copy_floats(self, param_indices: range, exact: Tensor, rows: Tensor) -> None:
-        """Copy exact rows of parameters that are not INT8 to their place in the primary."""
-        columns = self._floats.columns_of(param_indices)
-        if columns.start < columns.stop:
-            rows[:, columns].copy_(exact.index_select(1, self._float_columns[columns]))
+    def _copy_floats(self, param_indices: range, degree: int) -> None:
+        """Copy the own shard of ``degree`` of parameters that are not INT8 to the primary, if their
+        exact rows are apart from it.
+        """
+        edges = self._floats.edges
+        begin = edges[param_indices.start]
+        end = edges[param_indices.stop]
+        if self.int8 is None or begin == end:
+            return
+        layout = self.layout
+        exact = layout.subset(self.own, layout.plan.optimizer, degree)
+        columns = self._float_columns[begin:end]
+        rows = layout.subset(self.primary, layout.plan.weights, degree)[:, begin:end]
+        rows.copy_(exact.index_select(1, columns))
 
     def start_publish(self) -> None:
         """Begin to publish all updates, INT8 weights last; collective."""
@@ -372,8 +378,10 @@ class Weights:
             needed.intersection_update(param_indices)
         if not needed:
             return
-        if any(not needed.isdisjoint(updated) for updated, *_ in self._updates):
-            self.start_publish()
+        for updated, *_ in self._updates:
+            if not needed.isdisjoint(updated):
+                self.start_publish()
+                break
         changed: list[int] = []
         waiting = []
         for part, handle in self._pending:
@@ -416,8 +424,7 @@ class Weights:
         columns = self.layout.columns_of(param_indices)
         if self.int8 is not None:
             self._gather_rows(plan.optimizer, self.own[:, columns])
-            row = self.layout.row(plan.weights)
-            self._copy_floats(param_indices, self.own_row[None], self.primary[row : row + 1])
+            self._copy_floats(param_indices, plan.world_size)
         self._gather_rows(plan.weights, self.primary[:, self._floats.columns_of(param_indices)])
         if self.int8 is not None:
             if anew:
@@ -438,7 +445,7 @@ class Weights:
 
     def _renew(self, param_indices: Sequence[int]) -> None:
         """Expire and renew secondary copies of parameters whose primary shards changed."""
-        if self.secondary is not None:
+        if self.secondary is not None and self.secondary.stored is not None:
             self.secondary.expire(param_indices)
             self.secondary.refresh(param_indices)
         self._updated = recorded_event(self.own.device)  # gathers may be on another stream

@@ -260,7 +260,7 @@ def encode_changes(
     message = torch.empty(nbytes, dtype=torch.uint8, device=codes.stored.device)
     blocks = codes.blocks
     chunks = -(-blocks // CHUNK)
-    at = ChangeSpec(codes.block).counts_offset(blocks)
+    at = ChangeSpec(codes.block).offsets(blocks).counts
     # Sums after every 32nd block; the last entry is that of the last block.
     ends = message[: 8 * chunks].view(torch.int32).view(chunks, 2)
     ends[: blocks // CHUNK].copy_(change.ends[CHUNK - 1 :: CHUNK])

@@ -325,19 +325,17 @@ def codes_emit(table: Tensor, own: Sequence[int], *rest: Any) -> None:
     new = torch.where(changed, stepped, new)
     # From here on in the order of the message: scales, whole blocks, changes.
     new.view(n, block)[whole] = fresh.view(n, block)[whole]
-    at = spec.scales_offset(n)
+    at = spec.offsets(n, count)
     scales = change.scales[whole]
-    message[at : at + 4 * count].copy_(scales.view(torch.uint8))
+    message[at.scales :][: 4 * count].copy_(scales.view(torch.uint8))
     new = new.to(torch.int8).view(torch.uint8)
-    at = spec.codes_offset(n, count)
     whole_codes = new.view(n, block)[whole]
-    message[at : at + block * count].copy_(whole_codes.view(-1))
+    message[at.codes : at.changes].copy_(whole_codes.view(-1))
     # Tiles of the blocks that are not sent whole.
     sent = ~whole.repeat_interleave(spec.tiles)
     tiles = _Tiles(counts[sent], spec.tile)
     packed = tiles.packed(changed[sent], less[sent], new[sent])
-    at = spec.changes_offset(n, count)
-    message[at : at + packed.numel()].copy_(packed)
+    message[at.changes :][: packed.numel()].copy_(packed)
     _store(codes, places, new.view(n, block), change.scales)
 
 
@@ -355,19 +353,18 @@ def codes_apply(table: Tensor, without_member: int, *stored: Any) -> None:
 def _decoded(message: Tensor, block: int, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     spec = ChangeSpec(block)
     n = len(codes)
-    at = spec.counts_offset(n)
-    counts = message[at : at + n * spec.tiles].view(n, spec.tiles)
+    begin = spec.offsets(n).counts
+    counts = message[begin : begin + n * spec.tiles].view(n, spec.tiles)
     whole = counts[:, 0] == WHOLE
     count = int(whole.sum())
     tiles = _Tiles(counts[~whole].view(-1), spec.tile)
     stored = codes[~whole].view(-1, spec.tile)
-    changed = tiles.unpacked(message, spec.changes_offset(n, count), stored)
+    at = spec.offsets(n, count)
+    changed = tiles.unpacked(message, at.changes, stored)
     codes[~whole] = changed.view(-1, block)
-    at = spec.codes_offset(n, count)
-    sent = message[at : at + count * block].view(count, block)
+    sent = message[at.codes : at.changes].view(count, block)
     codes[whole] = sent.view(torch.int8).to(torch.float32)
-    at = spec.scales_offset(n)
-    scales[whole] = message[at : at + 4 * count].view(torch.float32)
+    scales[whole] = message[at.scales :][: 4 * count].view(torch.float32)
     return codes, scales
 
 

@@ -188,7 +188,7 @@ class Cast:
     block_size: ClassVar[int] = 1
     lossy: ClassVar[bool] = False
 
-    @property
+    @cached_property
     def bits(self) -> int:
         """Return the bits of a value."""
         return 32 if self.dtype == "fp32" else 16
@@ -223,6 +223,18 @@ def padded(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
+class Offsets(NamedTuple):
+    """The bytes at which the planes of a message with changes begin, and that after its end. The
+    ends of the blocks come first, at 0.
+    """
+
+    counts: int
+    scales: int
+    codes: int
+    changes: int
+    end: int
+
+
 @dataclass(frozen=True)
 class ChangeSpec:
     """Computes the sizes of a message with changes of blocks of ``block_size`` values; see Note
@@ -246,30 +258,28 @@ class ChangeSpec:
     @property
     def tiles(self) -> int:
         """Return the number of tiles of a block."""
-        return self.block_size // self.tile
+        return max(1, self.block_size // TILE)
 
-    def counts_offset(self, blocks: int) -> int:
-        """Return the byte at which the counts begin; the ends begin at 0."""
-        return padded(-(-blocks // CHUNK) * 8)
+    def offsets(self, blocks: int, whole: int = 0, changes: int = 0) -> Offsets:
+        """Return where the planes of a message of ``blocks`` blocks begin.
 
-    def scales_offset(self, blocks: int) -> int:
-        """Byte at which the scales begin."""
-        return self.counts_offset(blocks) + padded(blocks * self.tiles)
-
-    def codes_offset(self, blocks: int, whole: int) -> int:
-        """Return the byte at which the codes of ``whole`` blocks begin."""
-        return self.scales_offset(blocks) + padded(whole * SCALE_BYTES)
-
-    def changes_offset(self, blocks: int, whole: int) -> int:
-        """Return the byte at which the changes begin."""
-        return self.codes_offset(blocks, whole) + whole * self.block_size
+        Args:
+            blocks: blocks that the message describes.
+            whole: of these, the blocks that are sent whole.
+            changes: bytes of the changes of the others.
+        """
+        counts = padded(-(-blocks // CHUNK) * 8)
+        scales = counts + padded(blocks * self.tiles)
+        codes = scales + padded(whole * SCALE_BYTES)
+        changed = codes + whole * self.block_size
+        return Offsets(counts, scales, codes, changed, padded(changed + changes))
 
     def nbytes(self, blocks: int, whole: int, changes: int) -> int:
         """Return the bytes of a message with ``whole`` blocks sent whole and ``changes`` bytes of
         changes.
         """
-        return padded(self.changes_offset(blocks, whole) + changes)
+        return self.offsets(blocks, whole, changes).end
 
     def largest(self, blocks: int) -> int:
         """Return the bytes of the largest message: all blocks are sent whole."""
-        return padded(self.changes_offset(blocks, blocks))
+        return self.offsets(blocks, blocks).end

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import singledispatch
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from zero_topo.collectives.queue import Handle
 from zero_topo.config.modes import AGED_REFUSED
 from zero_topo.mesh import Hierarchy, Mesh
 from zero_topo.plan import Plan
-from zero_topo.quant.operands import Range, merged
+from zero_topo.quant.operands import Range, View, merged, range_views
 from zero_topo.sync.optimizers import AgedAdamW
 
 
@@ -100,6 +100,22 @@ class SyncContext:
     moments: Callable[[], Sequence[Moment]]
     mpi: bool
     runs: tuple[tuple[Range, ...], ...]
+    # By what :meth:`views` is called with. The tensors of views share the shard's storage.
+    _views: dict[Any, list[View]] = field(default_factory=dict, init=False, repr=False)
+
+    def views(self, rows: Tensor, ranges: Sequence[Range], block: int = 1) -> list[View]:
+        """Return :func:`range_views` of a run, made once: in each step that takes longer than a
+        launch.
+
+        Args:
+            rows: rows of the shard, a view of it.
+            ranges: ranges of columns; neighbours become one view.
+            block: elements of a block.
+        """
+        key = rows.storage_offset(), rows.shape, rows.stride(), tuple(ranges), block
+        if key not in self._views:
+            self._views[key] = range_views(rows, merged(ranges, block), block)
+        return self._views[key]
 
     @property
     def columns(self) -> int:

@@ -121,7 +121,7 @@ class Crossing(SyncMode, ABC):
 
     def columns(self, shard: Tensor, ranges: Sequence[Range]) -> Tensor:
         """Return a copy of all peers' rows in the shard, FP32 ``[P, C]``."""
-        views = range_views(self.rows(shard)[:, None], merged(ranges))
+        views = self.context.views(self.rows(shard)[:, None], ranges)
         table = shard.new_empty(self.peers.size, total_numel(views), dtype=torch.float32)
         # One launch reads all ranges, and converts them to FP32.
         quantize(views, EXACT, table.view(torch.uint8))
@@ -141,14 +141,14 @@ class Crossing(SyncMode, ABC):
         ranges = merged(ranges)
         places = packed_ranges(ranges)
         table = shard.new_empty(self.peers.size, places[-1][1], dtype=torch.float32)
-        parts = range_views(members(shard, self._inner.size), ranges)
+        parts = self.context.views(members(shard, self._inner.size), ranges)
         out = range_views(table, places)
         # Inside the node the shards of its ranks are summed; each rank crosses with its own part.
         return reduce_scatter(self._inner, parts, self._dense_wire, out).then(lambda _: table)
 
     def deliver(self, shard: Tensor, ranges: Sequence[Range], table: Tensor, which: slice) -> None:
         """Write the rows ``which`` of a table to their place in a gradient shard."""
-        views = range_views(self.rows(shard)[which, None], merged(ranges))
+        views = self.context.views(self.rows(shard)[which, None], ranges)
         dequantize(table[which].view(torch.uint8), EXACT, views)
 
 
@@ -170,5 +170,5 @@ def spread_back(
     # The target shard has every step-th row of the gradient shard
     step = hierarchy.lo // context.plan.gradients
     rows = members(shard[context.own_row % step :: step], hierarchy.size)
-    views = range_views(rows, merged(ranges))
+    views = context.views(rows, ranges)
     return all_gather_views(hierarchy, views, wire, own=wire != cast_to(shard.dtype))

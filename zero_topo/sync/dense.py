@@ -10,7 +10,7 @@ from torch import Tensor
 from zero_topo.collectives.queue import Handle
 from zero_topo.collectives.transport import reduce_scatter
 from zero_topo.config import DenseSync
-from zero_topo.quant.operands import Range, merged, range_views
+from zero_topo.quant.operands import Range
 from zero_topo.quant.ops import cast_to
 from zero_topo.sync.base import SyncContext, SyncMode, build_mode
 from zero_topo.sync.crossing import spread_back
@@ -48,7 +48,7 @@ class Dense(SyncMode):
         """
         if self._up.size == 1:
             return Handle()
-        parts = range_views(shard[:, None], merged(ranges))
+        parts = self.context.views(shard[:, None], ranges)
         own = [part.member(self._up.index) for part in parts]
         up = reduce_scatter(
             self._up, parts, self._wire, own, backend=self._backend[-len(self._up.groups) :]

@@ -366,7 +366,7 @@ class OkTopkByRow(Sparse):
         selected = Selected(places, total[places]).rounded(self.dtype)
         packets = records.encode(Selected(indices.view(-1), selected.values))
         # Packets of a fixed length: no counts are sent, and the host waits for nothing.
-        arriving = self.peers.all_to_all_later(packets.view(size, k, -1))
+        arriving = self.peers.begin("all_to_all", packets.view(size, k, -1))
         report = Report(density=k / width)
         left: list[Tensor] = []  # of the own row, where sums stay with their owners
         errors: list[Selected] = []  # by which the chosen sums of the own row were rounded

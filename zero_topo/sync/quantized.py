@@ -103,11 +103,14 @@ class Quantized(Crossing):
         places = packed_ranges(run) if copied else run
         # One row per group rank, each range padded to whole blocks.
         block = self.wire.block_size
-        views = range_views(rows[:, None], merged(places, block), block)
+        if copied:
+            views = range_views(rows[:, None], merged(places, block), block)
+        else:
+            views = self.context.views(rows[:, None], places, block)
         # In memory of the group that sends it; the own row is added uncompressed, so nothing is
         # written for it.
         messages = quantize(views, self.wire, without=own)
-        across = self.peers.all_to_all_later(messages)
+        across = self.peers.begin("all_to_all", messages)
         dequantize(messages, self.wire, views, -1.0, accumulate=True, without=own)
 
         def finish(received: Tensor) -> Handle[None] | None:

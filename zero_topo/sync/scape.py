@@ -220,7 +220,7 @@ class Scape(Masked):
         parts = [self._chosen.get(run.number, empty) for run in self.runs.values()]
         self._chosen = {}
         chosen = ops.pack(torch.cat([mask for mask, _ in parts]))
-        across = self.peers.gather_later(chosen)
+        across = self.peers.begin("all_gather", chosen)
         bits = Handle().then(lambda _: self._whole(across.wait()))
         kept = tuple(count for _, count in parts)
         return ScapeState(bits, kept, momentum, sent=(chosen, across))

@@ -129,13 +129,14 @@ class Records:
         """Send the next ``sizes[p]`` elements to each peer ``p``; return those received, in the
         order of the peers.
         """
-        return self.decode(peers.all_to_all_known(self.encode(selected), sizes, expected))
+        message = self.encode(selected)
+        return self.decode(peers.begin("all_to_all", message, sizes, expected).wait())
 
     def gather(self, peers: Group, selected: Selected, counts: Sequence[int]) -> Selected:
         """Gather the elements of all peers, in the order of the peers; ``counts`` is equal on
         all.
         """
-        return self.decode(peers.gather_known(self.encode(selected), counts))
+        return self.decode(peers.begin("all_gather", self.encode(selected), counts).wait())
 
     @property
     def _index(self) -> torch.dtype:

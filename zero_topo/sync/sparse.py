@@ -61,7 +61,7 @@ from zero_topo.collectives.queue import Handle
 from zero_topo.config import DenseSync
 from zero_topo.config.sparse_config import SparseSync, share
 from zero_topo.mesh import Hierarchy
-from zero_topo.quant.operands import DTYPES, Range, merged, packed_ranges, range_views
+from zero_topo.quant.operands import DTYPES, Range, merged, packed_ranges
 from zero_topo.quant.ops import cast_to, quantize
 from zero_topo.sync.base import Parameter, ResidualOwners, SyncContext
 from zero_topo.sync.crossing import EXACT, Crossing, spread_back
@@ -322,7 +322,7 @@ class Sparse(Crossing):
             rounding errors, in place.
         """
         # One all-to-all of rows; `finish` waits for it.
-        received = self.peers.all_to_all_later(packed.to(self.dtype))
+        received = self.peers.begin("all_to_all", packed.to(self.dtype))
         own = self.peers.index
         rounds = self.dtype != packed.dtype
         errors: list[Tensor] = []  # of the sums of the own row
@@ -358,7 +358,7 @@ class Sparse(Crossing):
             rows = self.rows(shard)[which, None]
             replaced = shard.new_empty(len(rows), run.width)
             # One launch copies all ranges.
-            views = range_views(rows, merged(run.ranges))
+            views = self.context.views(rows, run.ranges)
             quantize(views, self._shard_cast, replaced.view(torch.uint8))
             exchange.replaced = replaced
         # The own row stands at every place, if it is alone.

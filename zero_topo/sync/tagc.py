@@ -189,9 +189,8 @@ class Tagc(Sparse):
         bits.
         """
         width = index.mask.shape[1]
-        received = self.peers.all_to_all_known(
-            rounded.values.to(self.dtype), index.sizes, index.expected
-        )
+        values = rounded.values.to(self.dtype)
+        received = self.peers.begin("all_to_all", values, index.sizes, index.expected).wait()
         places = positions(unpacked(index.received, 0, width).reshape(-1), len(received))
         places %= width
         zeros = partial(received.new_zeros, width, dtype=torch.float32)
@@ -209,13 +208,14 @@ class Tagc(Sparse):
         if any(counts):
             # Each owner names the elements that it cannot recover; their values come without a
             # sketch.
-            asked = self.peers.gather_known(stuck.to(torch.int32), counts).long()
+            asked = self.peers.begin("all_gather", stuck.to(torch.int32), counts).wait().long()
             sizes = host_counts(counts).to(total.device, non_blocking=True)
             owners = counted(size, total).repeat_interleave(sizes, output_size=len(asked))
             places = owners * width + asked
             values = table.view(-1)[places]
             table.view(-1)[places] = 0  # peeling could not separate them
-            repeated = self.peers.all_to_all_known(values, counts, [len(stuck)] * size)
+            expected = [len(stuck)] * size
+            repeated = self.peers.begin("all_to_all", values, counts, expected).wait()
         # A sketch is linear: the sum of the peers' sketches is that of their sum.
         sketches = ops.sketch(table, SEED, rows)
         del table
@@ -264,7 +264,7 @@ class Tagc(Sparse):
         values = row[positions(index.union, index.counts[self.peers.index])]
         table = row.new_zeros(index.mask.numel())
         places = positions(masks.reshape(-1), sum(index.counts))
-        table[places] = self.peers.gather_known(values, index.counts)
+        table[places] = self.peers.begin("all_gather", values, index.counts).wait()
         return table
 
     def fresh(self) -> int:

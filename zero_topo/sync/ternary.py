@@ -66,7 +66,7 @@ class Ternary(Sparse):
         del others
         # Nobody reads the own entry
         entries = torch.cat([sent[:own], sent[:1], sent[own:]])
-        received = self.peers.all_to_all_later(entries)
+        received = self.peers.begin("all_to_all", entries)
         # Of each block in a table of all rows.
         firsts = torch.arange(0, width, BLOCK, dtype=torch.int64, device=total.device)
         begins = counted(size, total)[:, None] * width + firsts

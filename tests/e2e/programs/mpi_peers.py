@@ -58,7 +58,7 @@ def synced(transport: str, sharded: bool) -> tuple[list[torch.Tensor], int]:
         engine.end_step(skipped=False)
     mode = engine.gradients.mode
     assert isinstance(mode, Sparse)
-    gathered = mode.peers.gather_later(torch.arange(5.0) + rank).wait()
+    gathered = mode.peers.gather(torch.arange(5.0) + rank)
     return [*found, mode.residual, gathered], sum(engine.meter.total.values())
 
 
