@@ -49,20 +49,27 @@ template <int DTYPE> ZT_DEVICE zt_place zt_align(zt_place place, const uint8_t *
     return place;
 }
 
-/* Writes a lane's units where the message has such elements. */
-template <int DTYPE, int UNITS> ZT_DEVICE void zt_store_line(uint8_t *message, int64_t numel, zt_place place, const float *v) {
-    const int bytes = zt_bytes_of(DTYPE);
+/* Writes a lane's units where the message has such elements; v is used up. */
+template <int DTYPE, int UNITS> ZT_DEVICE void zt_store_line(uint8_t *message, int64_t numel, zt_place place, float *v) {
+    const int bytes = zt_bytes_of(DTYPE), apart = place.lanes * ZT_UNIT;
+    int64_t at = place.first + zt_unit_offset(place, 0);
+    char *to = (char *)message + at * bytes;
+    if (at >= 0 && at + (UNITS - 1) * apart + ZT_UNIT <= numel && zt_aligned16(to)) {
 #pragma unroll
+        for (int u = 0; u < UNITS; u++) zt_store_unit<DTYPE, true>(to + u * apart * bytes, v + u * ZT_UNIT);
+        return;
+    }
+#pragma unroll 1
     for (int u = 0; u < UNITS; u++) {
-        const int64_t at = place.first + zt_unit_offset(place, u);
-        char *to = (char *)message + at * bytes;
-        if (at >= 0 && at + ZT_UNIT <= numel && zt_aligned16(to)) {
-            zt_store_unit<DTYPE, true>(to, v + u * ZT_UNIT);
-            continue;
-        }
+        if (at >= 0 && at + ZT_UNIT <= numel) {
+            zt_store_unit<DTYPE, false>(to, v);
+        } else {
 #pragma unroll
-        for (int k = 0; k < ZT_UNIT; k++)
-            if ((uint64_t)(at + k) < (uint64_t)numel) zt_store_element(to + k * bytes, DTYPE, v[u * ZT_UNIT + k]);
+            for (int k = 0; k < ZT_UNIT; k++)
+                if ((uint64_t)(at + k) < (uint64_t)numel) zt_store_element(to + k * bytes, DTYPE, v[k]);
+        }
+        zt_rotate<ZT_UNIT, UNITS * ZT_UNIT>(v);
+        at += apart, to += apart * bytes;
     }
 }
 
