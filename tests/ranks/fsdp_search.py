@@ -43,6 +43,7 @@ ROUNDED: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "bf16": (torch.bfloat16, EXACT),
     "int4": (torch.float32, INT4),
     "bf16, int4": (torch.bfloat16, INT4),
+    "bf16, replicated states": (torch.bfloat16, {**EXACT, "optimizer": "node"}),
 }
 """Trainings whose masters are more exact than their weights."""
 
@@ -127,7 +128,11 @@ class Script:
         self.trace.append(mean(loss))
 
     def loss(self) -> torch.Tensor:
-        """The loss of the next batch."""
+        """The loss of the next batch; some passes leave out a block, or norms."""
+        part = self.random.randrange(8)
+        self.model.left_out = {part} if part < 2 else set()
+        for index, block in enumerate(self.model.blocks):
+            block.normalizes = part not in (2 + index, 4)
         self.batch += 1
         self.called = True
         return loss_of(self.model, self.batch)
@@ -158,7 +163,11 @@ class Script:
         with torch.no_grad():
             self.trace.append(mean(self.loss()))
         self.model.train()
-        self.model.reshard()  # a root that is gathered has other parameters, without gradients
+        # A root that is gathered has other parameters, without gradients
+        if self.random.random() < 0.5:
+            self.model.reshard()
+        else:
+            self.micro_batch()
 
     def reset(self) -> None:
         """A reset without need; torch's own fails before the first forward pass."""
