@@ -27,12 +27,12 @@ class Block(nn.Module):
         normalizes: whether passes use the norm.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = NET_WIDTH) -> None:
         super().__init__()
         self.normalizes = True
-        self.norm = nn.LayerNorm(NET_WIDTH)
-        self.up = nn.Linear(NET_WIDTH, 2 * NET_WIDTH)
-        self.down = nn.Linear(2 * NET_WIDTH, NET_WIDTH)
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         normalized = self.norm(x) if self.normalizes else x
@@ -46,22 +46,23 @@ class Net(nn.Module):
         left_out: blocks that passes leave out.
     """
 
-    def __init__(self, depth: int = 2) -> None:
+    def __init__(self, depth: int = 2, width: int = NET_WIDTH) -> None:
         super().__init__()
+        self.width = width
         self.left_out: set[int] = set()
-        self.inp = nn.Linear(NET_WIDTH, NET_WIDTH)
-        self.out = nn.Linear(NET_WIDTH, NET_WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.inp = nn.Linear(width, width)
+        self.out = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
 
-    def run(self, index: int, x: Tensor) -> Tensor:
+    def run(self, index: int, block: nn.Module, x: Tensor) -> Tensor:
         """Run a block."""
-        return self.blocks[index](x)
+        return block(x)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inp(x)
-        for index in range(len(self.blocks)):
+        for index, block in enumerate(self.blocks):
             if index not in self.left_out:
-                x = self.run(index, x)
+                x = self.run(index, block, x)
         return self.out(x)
 
 
@@ -76,9 +77,9 @@ def net(seed: int = 1, dtype: torch.dtype = torch.float32, model: nn.Module | No
 
 
 def machine(block: Mapping[str, Any] = EXACT) -> dict[str, Any]:
-    """A block on two emulated nodes."""
+    """A block on two emulated nodes, of two ranks a GPU if there are so many."""
     half = dist.get_world_size() // 2
-    nodes = {"nodes": 2, "gpus_per_node": 1, "gcds_per_gpu": half}
+    nodes = {"nodes": 2, "gpus_per_node": -(-half // 2), "gcds_per_gpu": min(half, 2)}
     return {"topology": {"emulated": nodes}, **block}
 
 
@@ -102,7 +103,8 @@ def make(
         topo.fully_shard(model, machine(block))
         return model, topo.shard_optimizer(kind, model, lr=lr)
     shard_plainly(model)
-    return model, kind(list(model.parameters()), lr=lr)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    return model, kind(trained, lr=lr)
 
 
 def loss_of(model: Any, step: int, micro_batch: int = 0) -> Tensor:
@@ -110,8 +112,9 @@ def loss_of(model: Any, step: int, micro_batch: int = 0) -> Tensor:
     seed = 1000 * step + 100 * micro_batch + dist.get_rank()
     generator = torch.Generator().manual_seed(seed)
     dtype = next(model.parameters()).dtype
-    x = torch.randn(4, NET_WIDTH, generator=generator).to(dtype)
-    y = torch.randn(4, NET_WIDTH, generator=generator).to(dtype)
+    width = getattr(model, "width", NET_WIDTH)
+    x = torch.randn(4, width, generator=generator).to(dtype)
+    y = torch.randn(4, width, generator=generator).to(dtype)
     return (model(x) - y).float().pow(2).mean()
 
 
@@ -127,16 +130,26 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def train(model: Any, optimizer: Any, steps: range) -> list[float]:
-    """Losses of some steps."""
+def train(
+    model: Any, optimizer: Any, steps: range, micro_batches: int = 1, flag: str = ""
+) -> list[float]:
+    """Losses of some steps, whose last pass the flag names."""
     losses = []
     for step in steps:
-        loss = loss_of(model, step)
-        loss.backward()
+        for micro_batch in range(micro_batches):
+            if flag:
+                getattr(model, flag)(micro_batch == micro_batches - 1)
+            loss = loss_of(model, step, micro_batch)
+            loss.backward()
+            losses.append(mean(loss))
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(mean(loss))
     return losses
+
+
+def weights_of(model: Any) -> list[Tensor]:
+    """Copies of all weights, whole."""
+    return [whole(param.detach()).clone() for param in model.parameters()]
 
 
 def both(script: Callable[..., Any], *args: Any, ranks: int = 4) -> tuple[Any, Any]:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import FSDPModule
 
-from tests.ranks.fsdp_scripts import EXACT, loss_of, make, mean, whole
+from tests.ranks.fsdp_scripts import EXACT, NET_WIDTH, Net, loss_of, make, mean, weights_of, whole
 from zero_topo.fsdp import ShardedOptimizer
 
 OPTIMIZERS: list[Any] = [
@@ -36,6 +36,8 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "zero3": {"scheme": "zero3"},
     "one rank": {**EXACT, "weights": "rank", "gradients": "rank"},
     "all-reduce": {**EXACT, "scheme": "paper"},
+    "hsdp": {"scheme": "hsdp"},
+    "between": {"weights": "gpu", "gradients": "gpu", "optimizer": "node"},
 }
 """Plans that must train as plain FSDP2."""
 INT4: dict[str, Any] = {**EXACT, "quantize": {**EXACT["quantize"], "publish": "int4"}}
@@ -79,9 +81,11 @@ class Script:
     ) -> None:
         self.random = Random(seed)
         self.kind = self.random.choice(OPTIMIZERS)
-        self.new = partial(make, block, self.kind, dtype=dtype)
+        self.width = self.random.choice([NET_WIDTH, NET_WIDTH, 13])  # rows that no rank has evenly
+        self.frozen = self.random.random() < 0.2
+        self.make = partial(make, block, self.kind, dtype=dtype)
         self.reloads = reloads
-        self.model, self.optimizer = self.new()
+        self.model, self.optimizer = self.new(1)
         self.trace: list[float] = []
         self.calls: list[str] = []
         self.saved: list[Any] = []
@@ -109,13 +113,23 @@ class Script:
             self.CALLS[name][0](self)
         for call in (Script.micro_batch, Script.read, Script.step, Script.micro_batch):
             call(self)
-        for param in self.model.parameters():
-            self.trace += whole(param.detach()).float().reshape(-1).tolist()
+        for weight in weights_of(self.model):
+            self.trace += weight.float().reshape(-1).tolist()
         return self
 
+    def new(self, seed: int) -> tuple[Any, Any]:
+        """A model, with a frozen layer or without, and its optimizer."""
+        model = Net(width=self.width)
+        model.blocks[0].up.requires_grad_(not self.frozen)
+        return self.make(seed=seed, model=model)
+
+    def trained(self) -> list[Any]:
+        """The parameters that are trained."""
+        return [param for param in self.model.parameters() if param.requires_grad]
+
     def choose(self) -> Any:
-        """A parameter."""
-        return self.random.choice(list(self.model.parameters()))
+        """A parameter that is trained."""
+        return self.random.choice(self.trained())
 
     # -- passes ------------------------------------------------------------------------------------
 
@@ -127,9 +141,9 @@ class Script:
         loss.backward()
         self.trace.append(mean(loss))
 
-    def loss(self) -> torch.Tensor:
+    def loss(self, uses_all: bool = False) -> torch.Tensor:
         """The loss of the next batch; some passes leave out a block, or norms."""
-        part = self.random.randrange(8)
+        part = 7 if uses_all else self.random.randrange(8)
         self.model.left_out = {part} if part < 2 else set()
         for index, block in enumerate(self.model.blocks):
             block.normalizes = part not in (2 + index, 4)
@@ -150,7 +164,7 @@ class Script:
         module = self.random.choice([self.model.inp, self.model.blocks[1].up, self.model.out])
         handle = module.register_full_backward_pre_hook(_fail)
         with pytest.raises(Failure):
-            self.loss().backward()
+            self.loss(uses_all=True).backward()
         handle.remove()
         self.unreduced = True
         self.model.reset_iter_state()
@@ -226,7 +240,7 @@ class Script:
 
     def step(self) -> None:
         """A step; ours drops the gradients by itself."""
-        self.has_states |= all(param.grad is not None for param in self.model.parameters())
+        self.has_states |= all(param.grad is not None for param in self.trained())
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -299,7 +313,7 @@ class Script:
             return
         saved = get_state_dict(self.model, self.optimizer, options=options)
         weights, states = copy.deepcopy(saved)
-        self.model, self.optimizer = self.new(seed=7)
+        self.model, self.optimizer = self.new(7)
         self.called = False
         self._load(weights, states, options, how)
 

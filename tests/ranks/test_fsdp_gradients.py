@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 from unittest.mock import patch
 
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_state_dict,
-    set_state_dict,
 )
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -25,7 +23,6 @@ from tests.harness import run_threads
 from tests.marks import late
 from tests.ranks.fsdp_scripts import (
     EXACT,
-    NET_WIDTH,
     Net,
     both,
     loss_of,
@@ -36,279 +33,50 @@ from tests.ranks.fsdp_scripts import (
     whole,
 )
 
-Flag = Callable[[Any, bool], None]
-FLAGS: dict[str, Flag] = {
-    "is last": lambda model, last: model.set_is_last_backward(last),
-    "is last by keyword": lambda model, last: model.set_is_last_backward(is_last_backward=last),
-    "all-reduce": lambda model, last: model.set_requires_all_reduce(last),
-    "all-reduce by keyword": lambda model, last: model.set_requires_all_reduce(
-        requires_all_reduce=last, recurse=True
-    ),
-    "gradient sync": lambda model, last: model.set_requires_gradient_sync(last),
-}
-
 
 def close(found: Any, expected: Any) -> None:
     """Equal to 1e-6."""
     assert torch.tensor(found).sub(torch.tensor(expected)).abs().max() < 1e-6, (found, expected)
 
 
-# -- a pass that was flagged as not the last -------------------------------------------------------
-
-
-def clipped_by_torch(model: Any, optimizer: Any) -> float:
-    """torch's function."""
-    return float(whole(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)))
-
-
-def clipped_by_value(model: Any, optimizer: Any) -> float:
-    """Each element."""
-    torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
-    return 0.0
-
-
-def clipped_by_hand(model: Any, optimizer: Any) -> float:
-    """Norms of parameters, then a factor."""
-    squares = [whole(param.grad.pow(2).sum()) for param in model.parameters()]
-    norm = torch.stack(squares).sum().sqrt()
-    for param in model.parameters():
-        param.grad.mul_(0.05 / norm)
-    return float(norm)
-
-
-def replaced(model: Any, optimizer: Any) -> float:
-    """Another tensor in its place."""
-    for param in model.parameters():
-        param.grad = param.grad * 0.01
-    return 0.0
-
-
-def scaled(model: Any, optimizer: Any) -> float:
-    """A factor on all gradients at once."""
-    torch._foreach_mul_([param.grad for param in model.parameters()], 0.01)
-    return 0.0
-
-
-READERS = {
-    reader.__name__: reader
-    for reader in (clipped_by_torch, clipped_by_value, clipped_by_hand, replaced, scaled)
-}
-
-
-def short_accumulation(
-    block: Mapping[str, Any] | None, flag: str, reader: str, lengths: tuple[int, ...]
-) -> list[float]:
-    """Steps of which the last has fewer micro-batches, so its last pass is flagged as not last."""
-    model, optimizer = make(block, torch.optim.SGD, lr=0.5)
-    found = []
-    for step, micro_batches in enumerate(lengths):
-        for micro_batch in range(micro_batches):
-            if flag != "gradient sync" or step < 2:
-                FLAGS[flag](model, micro_batch == 1)
-            (loss_of(model, step, micro_batch) / 2).backward()
-        found.append(READERS[reader](model, optimizer))
-        optimizer.step()
-        optimizer.zero_grad()
-    return [*found, mean(loss_of(model, 9))]
-
-
-@pytest.mark.parametrize(
-    ("flag", "reader"),
-    [
-        ("is last", "clipped_by_torch"),
-        ("all-reduce by keyword", "replaced"),
-        late("is last by keyword", "clipped_by_hand"),
-        late("all-reduce", "clipped_by_value"),
-        late("is last", "scaled"),
-        late("gradient sync", "clipped_by_torch"),
-    ],
-)
-def test_a_short_accumulation_is_clipped(flag: str, reader: str) -> None:
-    """Whoever reads ``param.grad`` after a pass that was not the last sees the gradient."""
-    close(*both(short_accumulation, flag, reader, (2, 2, 1)))
-
-
-def between_passes(block: Mapping[str, Any] | None, change: str) -> list[float]:
-    """Gradients that are changed or dropped between the micro-batches of a step."""
+def partly_used(rank: int, block: Mapping[str, Any] | None, left_out: str) -> list[float]:
+    """Losses where the last pass of a step leaves out a block, before which gradients are scaled,
+    or the norms of all blocks.
+    """
     model, optimizer = make(block)
-    found = []
-    for step in range(2):
-        for micro_batch in range(3):
-            model.set_is_last_backward(micro_batch == 2)
-            loss = loss_of(model, step, micro_batch)
-            loss.backward()
-            found.append(mean(loss))
-            if micro_batch == 1 or (change == "clip each" and micro_batch == 0):
-                CHANGES[change](model)
-        optimizer.step()
-        optimizer.zero_grad()
-    return [*found, mean(loss_of(model, 9))]
-
-
-def drop_one(model: Any) -> None:
-    """Without a gradient, as under FSDP2 after ``p.grad = None``."""
-    model.inp.weight.grad = None
-
-
-def own_value(model: Any) -> None:
-    """A tensor like the parameter."""
-    model.inp.weight.grad = torch.full_like(model.inp.weight, 0.01)
-
-
-CHANGES: dict[str, Callable[[Any], Any]] = {
-    "drop all": lambda model: model.zero_grad(),
-    "zero all": lambda model: model.zero_grad(set_to_none=False),
-    "drop one": drop_one,
-    "own value": own_value,
-    "replace": lambda model: replaced(model, None),
-    "scale": lambda model: scaled(model, None),
-    "clip each": lambda model: clipped_by_torch(model, None),
-}
-
-
-@pytest.mark.parametrize("change", [*list(CHANGES)[:3], *map(late, list(CHANGES)[3:])])
-def test_gradients_change_between_micro_batches(change: str) -> None:
-    """The next pass adds to what ``param.grad`` is."""
-    close(*both(between_passes, change))
-    if change == "scale":
-        found = run_threads(4, lambda rank: between_passes({**EXACT, "optimizer": "node"}, change))
-        close(found[0], both(between_passes, change)[1])
-
-
-class Branches(nn.Module):
-    """Two layers, of which a pass may use one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(NET_WIDTH, NET_WIDTH)
-        self.second = nn.Linear(NET_WIDTH, NET_WIDTH)
-        self.both = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.first(x)
-        return x + self.second(x) if self.both else x
-
-
-def branched(block: Mapping[str, Any] | None, flags: bool) -> list[float]:
-    """Losses where the last pass of a step uses a part of each module's parameters."""
-    model = Net()
-    model.blocks = nn.ModuleList(Branches() for _ in range(2))
-    model, optimizer = make(block, model=model)
     losses = []
     for step in range(3):
         for micro_batch in range(2):
-            for module in model.blocks:
-                module.both = micro_batch == 0
-            if flags:
+            if left_out == "a block":
+                model.left_out = {1} if micro_batch else set()
+            else:
                 model.set_is_last_backward(micro_batch == 1)
+                for inner in model.blocks:
+                    inner.normalizes = micro_batch == 0
             loss = loss_of(model, step, micro_batch)
             loss.backward()
             losses.append(mean(loss))
+            if left_out == "a block":
+                for param in model.parameters():
+                    param.grad.mul_(0.1)
         optimizer.step()
         optimizer.zero_grad()
     return losses
 
 
-@pytest.mark.parametrize("flags", [True, late(False)])
-def test_a_pass_without_a_parameter_keeps_its_gradient(flags: bool) -> None:
-    """FSDP2 reduces the other parameters of the module."""
-    found, expected = both(branched, flags)
-    assert found == pytest.approx(expected, rel=1e-6)
-
-
-class Skipping(Net):
-    """Passes may leave out the last block."""
-
-    depth = 2
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inp(x)
-        for index in range(self.depth):
-            x = self.run(index, x)
-        return self.out(x)
-
-
-def scaled_before_a_skip(rank: int, block: Mapping[str, Any] | None) -> list[float]:
-    """Losses where gradients are scaled in place before a pass that leaves out a block."""
-    model, optimizer = make(block, model=Skipping())
-    losses = []
-    for step in range(3):
-        for micro_batch in range(2):
-            model.depth = 2 - micro_batch
-            loss = loss_of(model, step, micro_batch)
-            loss.backward()
-            losses.append(mean(loss))
-            for param in model.parameters():
-                param.grad.mul_(0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
-def test_a_module_that_a_pass_leaves_out_keeps_a_changed_gradient() -> None:
+@pytest.mark.parametrize("left_out", ["a block", "norms"])
+def test_what_a_pass_leaves_out_keeps_its_gradient(left_out: str) -> None:
     """Also where several ranks update the same part, and a read gradient is a copy."""
-    copies = {**EXACT, "optimizer": "node"}
-    found = run_threads(4, scaled_before_a_skip, copies)[0]
-    expected = run_threads(4, scaled_before_a_skip, None)[0]
+    replicated = {**EXACT, "optimizer": "node"}
+    found, expected = (
+        run_threads(4, partly_used, block, left_out)[0] for block in (replicated, None)
+    )
     assert found == pytest.approx(expected, rel=1e-6)
 
 
-# -- states are saved or loaded in the middle of a step --------------------------------------------
+# -- states are saved in the middle of a step ------------------------------------------------------
 
-
-def saved_in_the_middle(
-    block: Mapping[str, Any] | None, kind: str, when: int, load: bool
-) -> tuple[list[float], bool]:
-    """Losses with ``get_state_dict`` in the middle of steps; whether states exist then."""
-    model, optimizer = make(block, KINDS[kind])
-    losses = []
-    had_states = False
-    for step in range(3):
-        for micro_batch in range(2):
-            model.set_is_last_backward(micro_batch == 1)
-            loss = loss_of(model, step, micro_batch) / 2
-            loss.backward()
-            losses.append(mean(loss))
-            if micro_batch == when:
-                weights, states = copy.deepcopy(get_state_dict(model, optimizer))
-                entries: Any = states["state"]
-                had_states |= any("exp_avg" in entry for entry in entries.values())
-                if load and step:
-                    set_state_dict(
-                        model, optimizer, model_state_dict=weights, optim_state_dict=states
-                    )
-        optimizer.step()
-        optimizer.zero_grad()
-        get_state_dict(model, optimizer)
-    return losses, had_states
-
-
-KINDS: dict[str, Any] = {
-    "AdamW": torch.optim.AdamW,
-    "SGD": torch.optim.SGD,
-    "momentum": partial(torch.optim.SGD, momentum=0.9),
-}
-
-
-@pytest.mark.parametrize(
-    ("kind", "when", "load"),
-    [
-        ("AdamW", 0, False),
-        ("SGD", 0, False),
-        ("AdamW", 0, True),
-        late("momentum", 0, False),
-        late("AdamW", 1, False),
-        late("AdamW", 1, True),
-        late("momentum", 1, True),
-    ],
-)
-def test_saving_in_the_middle_changes_nothing(kind: str, when: int, load: bool) -> None:
-    """Between micro-batches, before and after the step; a load keeps gradients as in FSDP2."""
-    found, expected = both(saved_in_the_middle, kind, when, load)
-    close(found[0], expected[0])
-    assert found[1] == expected[1]
-
-
+KINDS: dict[str, Any] = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}
 LOSSY: dict[str, Any] = {
     **EXACT,
     "sync": {"mode": "quantized"},
@@ -380,11 +148,11 @@ class Checkpointed(Net):
         self.which = which
         self.reentrant = reentrant
 
-    def run(self, index: int, x: Tensor) -> Tensor:
+    def run(self, index: int, block: nn.Module, x: Tensor) -> Tensor:
         """Run a block."""
         if self.which == "all" or (self.which == "some" and index % 2):
-            return checkpoint(self.blocks[index], x, use_reentrant=self.reentrant)
-        return super().run(index, x)
+            return checkpoint(block, x, use_reentrant=self.reentrant)
+        return super().run(index, block, x)
 
 
 class Inside(nn.Module):

@@ -18,24 +18,16 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 import zero_topo.fsdp as topo
 from tests.harness import run_threads
 from tests.marks import often
-from tests.ranks.test_fsdp import (
-    EXACT,
-    VOCABULARY,
-    Block,
-    Job,
-    Net,
-    assert_equal,
-    on_machine,
-    steps_of,
-)
+from tests.ranks import fsdp_scripts
+from tests.ranks.fsdp_scripts import NET_WIDTH as WIDTH
+from tests.ranks.fsdp_scripts import Block, Net, machine, weights_of
 
-WIDTH = 16
 STEPS = range(2)
 
 
 def net(blocks: nn.Module) -> nn.Module:
-    """The small language model, with other blocks."""
-    model = Net(WIDTH, VOCABULARY)
+    """The small model, with other blocks."""
+    model = Net()
     model.blocks = blocks  # type: ignore[assignment]
     return model
 
@@ -54,7 +46,7 @@ class Stage(nn.Module):
 
     def __init__(self, *blocks: nn.Module) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(blocks or (Block(WIDTH), Block(WIDTH)))
+        self.blocks = nn.ModuleList(blocks or (Block(), Block()))
         self.proj = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -68,7 +60,7 @@ class WithoutForward(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.scale = Block(WIDTH), nn.Parameter(torch.zeros(WIDTH))
+        self.first, self.scale = Block(), nn.Parameter(torch.zeros(WIDTH))
 
 
 class Flat(nn.Module):
@@ -109,29 +101,28 @@ class Experts(nn.Module):
 
 def shared_part() -> nn.Module:
     """Two blocks with one matrix: each has norms of its own."""
-    first, second = Block(WIDTH), Block(WIDTH)
+    first, second = Block(), Block()
     second.up = first.up
     return nn.ModuleList([first, second])
 
 
 def tied_head() -> nn.Module:
-    """A list of heads, of which one has the embedding's weight."""
-    model = net(nn.ModuleList([Block(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)]))
-    model.blocks[1].weight = model.embedding.weight  # type: ignore
-    model.head = nn.Linear(VOCABULARY, VOCABULARY)
+    """A list of heads, of which one has the first layer's weight."""
+    model = net(nn.ModuleList([Block(), nn.Linear(WIDTH, WIDTH, bias=False)]))
+    model.blocks[1].weight = model.inp.weight  # type: ignore
     return model
 
 
 def repeated() -> nn.ModuleList:
     """One block, twice."""
-    block = Block(WIDTH)
+    block = Block()
     return nn.ModuleList([block, block])
 
 
 def shared_stage() -> nn.ModuleList:
     """Two stages, which share an inner block."""
-    block = Block(WIDTH)
-    return nn.ModuleList([Stage(block), Stage(Block(WIDTH), block)])
+    block = Block()
+    return nn.ModuleList([Stage(block), Stage(Block(), block)])
 
 
 class T5(nn.Module):
@@ -141,11 +132,12 @@ class T5(nn.Module):
         super().__init__()
         transformers = pytest.importorskip("transformers")
         sizes = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4}
-        config = transformers.T5Config(vocab_size=VOCABULARY, dropout_rate=0.0, **sizes)
+        config = transformers.T5Config(vocab_size=WIDTH, dropout_rate=0.0, **sizes)
         self.t5 = transformers.T5ForConditionalGeneration(config)
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        return self.t5(input_ids=tokens, decoder_input_ids=tokens, labels=targets.clone()).loss
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.argmax(1)[None]
+        return self.t5(input_ids=tokens, decoder_input_ids=tokens).logits[0]
 
 
 class Swin(nn.Module):
@@ -158,13 +150,12 @@ class Swin(nn.Module):
         config = transformers.SwinConfig(
             image_size=8, patch_size=1, num_channels=1, drop_path_rate=0.0, **sizes
         )
-        self.embedding = nn.Embedding(VOCABULARY, 64)
+        self.pictures = nn.Linear(WIDTH, 64)
         self.swin = transformers.SwinModel(config, add_pooling_layer=False)
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        pictures = self.embedding(tokens.flatten()).view(-1, 1, 8, 8)
-        hidden = self.swin(pixel_values=pictures).last_hidden_state
-        return (hidden.mean(dim=(1, 2)) - targets.flatten()).pow(2).mean()
+    def forward(self, x: Tensor) -> Tensor:
+        pictures = self.pictures(x).view(-1, 1, 8, 8)
+        return self.swin(pixel_values=pictures).last_hidden_state.mean(dim=1)
 
 
 Build = Callable[[], nn.Module]
@@ -192,19 +183,19 @@ MODELS: dict[str, tuple[Build, Names]] = {
         ("blocks.0.blocks.0", "blocks.0", "blocks.1.blocks.0", "blocks.1"),
     ),
     "lists": (
-        lambda: net(Flat(nn.ModuleList([Block(WIDTH), Block(WIDTH)]), Block(WIDTH))),
+        lambda: net(Flat(nn.ModuleList([Block(), Block()]), Block())),
         ("blocks.elements.0.0", "blocks.elements.0.1", "blocks.elements.1"),
     ),
     "dicts": (
-        lambda: net(Flat(nn.ModuleDict({"a": nn.ModuleDict({"b": Block(WIDTH)})}))),
+        lambda: net(Flat(nn.ModuleDict({"a": nn.ModuleDict({"b": Block()})}))),
         ("blocks.elements.0.a.b",),
     ),
     "without a forward": (
-        lambda: net(Flat(WithoutForward(), Block(WIDTH))),
+        lambda: net(Flat(WithoutForward(), Block())),
         ("blocks.elements.0.first", "blocks.elements.1"),
     ),
     "a list with a forward": (
-        lambda: net(nn.ModuleList([InTurn([Block(WIDTH), Block(WIDTH)])])),
+        lambda: net(nn.ModuleList([InTurn([Block(), Block()])])),
         ("blocks.0.0", "blocks.0.1", "blocks.0"),
     ),
     "shared part": (lambda: net(shared_part()), ()),
@@ -217,12 +208,11 @@ MODELS: dict[str, tuple[Build, Names]] = {
 
 def train(rank: int, build: Build, by_hand: Names | None, modules: Any = None) -> Any:
     """Train under plain FSDP2 with these modules, or as ours chooses; names of what was sharded."""
-    job = Job(build=build)
-    model: Any = job.model()
+    model = fsdp_scripts.net(model=build())
     names = {module: name for name, module in reversed([*model.named_modules()])}
     optimizer: Any
     if by_hand is None:
-        topo.fully_shard(model, on_machine(EXACT), modules=modules and modules(model))
+        topo.fully_shard(model, machine(), modules=modules and modules(model))
         optimizer = topo.shard_optimizer(torch.optim.SGD, model, lr=0.1)
     else:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -231,7 +221,18 @@ def train(rank: int, build: Build, by_hand: Names | None, modules: Any = None) -
         fully_shard(model, mesh=mesh)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     chosen = {name for module, name in names.items() if isinstance(module, FSDPModule) and name}
-    return chosen, steps_of(job, model, optimizer, rank, STEPS)
+    return chosen, trained(model, optimizer)
+
+
+def trained(model: Any, optimizer: Any) -> list[Tensor]:
+    """Losses of some steps, and the weights."""
+    losses = fsdp_scripts.train(model, optimizer, STEPS)
+    return [torch.tensor(losses), *weights_of(model)]
+
+
+def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
+    """Two trainings are equal."""
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +251,7 @@ GIVEN: dict[str, Callable[[Any], Any]] = {
     "outer ones first": lambda model: [model.blocks[1], *model.blocks[1].blocks],
     "twice, and the model": lambda model: [model.blocks[0], model, model.blocks[0]],
     "a list": lambda model: [model.blocks],
-    "a group": lambda model: [*model.blocks, [model.embedding, model.head]],
+    "a group": lambda model: [*model.blocks, [model.inp, model.out]],
 }
 
 
@@ -262,33 +263,30 @@ def test_modules_are_given_in_any_order(name: str) -> None:
     assert_equal(run_threads(4, train, build, None, GIVEN[name])[0][1], expected)
 
 
-def sharded_before(rank: int) -> list[float]:
-    """Losses if the user has sharded a block before, over our mesh."""
-    model: Any = Job().model()
-    mesh = topo.shard_mesh(on_machine(EXACT))
-    fully_shard(model.blocks[1], mesh=mesh, reshard_after_forward=False)
-    topo.fully_shard(model, on_machine(EXACT))
-    optimizer = topo.shard_optimizer(torch.optim.SGD, model, lr=0.1)
-    return steps_of(Job(), model, optimizer, rank, STEPS).losses
+def sharded_before(rank: int) -> list[Tensor]:
+    """A training if the user has sharded a block before, over our mesh."""
+    model = fsdp_scripts.net()
+    fully_shard(model.blocks[1], mesh=topo.shard_mesh(machine()), reshard_after_forward=False)
+    topo.fully_shard(model, machine())
+    return trained(model, topo.shard_optimizer(torch.optim.SGD, model, lr=0.1))
 
 
 def test_a_block_that_is_sharded_stays_as_it_is() -> None:
-    expected = run_threads(4, train, Job().build, ())[0][1]
-    found = run_threads(4, sharded_before)[0]
-    torch.testing.assert_close(found, expected.losses, rtol=0, atol=1e-6)
+    expected = run_threads(4, train, Net, ())[0][1]
+    assert_equal(run_threads(4, sharded_before)[0], expected)
 
 
 def refused(rank: int, which: str) -> str:
     model: Any = MODELS["pyramid"][0]()
     modules: Any = None
     if which == "foreign":
-        modules = [Block(WIDTH)]
+        modules = [Block()]
     elif which == "container":
         model = model.blocks
     else:
-        fully_shard(model, mesh=topo.shard_mesh(on_machine(EXACT)))
+        fully_shard(model, mesh=topo.shard_mesh(machine()))
     with pytest.raises(ValueError) as error:
-        topo.fully_shard(model, on_machine(EXACT), modules=modules)
+        topo.fully_shard(model, machine(), modules=modules)
     return str(error.value)
 
 

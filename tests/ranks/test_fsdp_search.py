@@ -30,6 +30,7 @@ def searched(rank: int, search: str, seeds: range) -> list[str]:
         (2, "no move", range(4)),
         *(late(4, "plain FSDP2", range(first, first + 50)) for first in range(0, 200, 50)),
         *(late(2, "plain FSDP2", range(first, first + 50)) for first in range(200, 400, 50)),
+        late(8, "plain FSDP2", range(400, 420)),
         *(late(4, "no move", range(first, first + 50)) for first in range(0, 100, 50)),
     ],
 )

@@ -24,7 +24,7 @@ from torch.distributed.tensor import Shard
 import zero_topo.fsdp as topo
 from tests.harness import run_threads
 from tests.marks import late, often
-from tests.ranks.fsdp_scripts import EXACT, both, loss_of, machine, make, net, shard_plainly, train
+from tests.ranks.fsdp_scripts import EXACT, both, machine, make, net, shard_plainly, train
 from zero_topo.fsdp.block import resolve
 from zero_topo.fsdp.settings import REFUSED
 
@@ -253,29 +253,6 @@ def test_refused_options_say_what_to_do(name: str) -> None:
     """In one line, on every rank."""
     for line in run_threads(4, refused_option, name):
         assert REFUSED_OPTIONS[name][1] in line and "\n" not in line
-
-
-def unfinished(block: Mapping[str, Any] | None) -> list[float]:
-    """Losses around a backward pass that fails in the middle."""
-    model, optimizer = make(block)
-    losses = train(model, optimizer, range(1))
-    handle = model.inp.register_full_backward_hook(_fail)
-    with pytest.raises(ZeroDivisionError):
-        loss_of(model, 7).backward()
-    handle.remove()
-    model.reset_iter_state()
-    model.zero_grad()
-    return [*losses, *train(model, optimizer, range(1, 4))]
-
-
-def _fail(*args: Any) -> None:
-    raise ZeroDivisionError
-
-
-def test_a_failed_pass_leaves_nothing() -> None:
-    """After ``reset_iter_state`` and ``zero_grad`` the training goes on as under plain FSDP2."""
-    found, expected = both(unfinished)
-    assert found == pytest.approx(expected, abs=1e-6)
 
 
 def test_the_earlier_name_of_int4_publish_means_the_same() -> None:

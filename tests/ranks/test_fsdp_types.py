@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import zero_topo.fsdp as topo
 from tests.harness import run_threads
-from tests.ranks.test_fsdp import EXACT, on_machine
+from tests.ranks.fsdp_scripts import EXACT, machine
 
 IN, OUT = 34, 45  # over two ranks the bias ends where no FP32 value may begin
 INT8: dict[str, Any] = {"scheme": "paper", "quantize": {"gradients": None}}
@@ -88,7 +88,7 @@ def train(rank: int, name: str, block: Any) -> tuple[list[float], list[Tensor], 
         trained = [param for param in model.parameters() if param.requires_grad]
         optimizer = torch.optim.SGD(trained, lr=0.1)
     else:
-        topo.fully_shard(model, on_machine(block), modules=together, **policy)
+        topo.fully_shard(model, machine(block), modules=together, **policy)
         optimizer = topo.shard_optimizer(torch.optim.SGD, model, lr=0.1)
     losses = []
     for step in range(3):
