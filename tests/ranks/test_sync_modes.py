@@ -81,7 +81,8 @@ def walks() -> Iterator[Any]:
         yield late(name, "data parallel", {"peers": peers})
     sizes = [(1.0, 2), (0.1, 1000), (0.01, 30_000), (0.001, 1), (0.001, 1_000_000)]
     for name, (density, numel) in product(("oktopk", "ternary"), sizes):
-        case = name, "data parallel", {"numels": (numel,), "density": density}
+        more: dict[str, Any] = {"numels": (numel,), "density": density}
+        case = name, "data parallel", more
         yield case if numel in (1, 2) else late(*case)
     for name in ("oktopk", "tagc"):
         # Groups that are not in the order of the tree
@@ -161,7 +162,11 @@ WORLDS: dict[str, Callable[[], World]] = {
     },
     "quantized": partial(sync_world, "quantized", dtype=torch.float16),
 }
-LATE = ("radius, gradients in a GPU", "radius, replicated optimizer", "radius, owned")
+LATE: tuple[str, ...] = (
+    "radius, gradients in a GPU",
+    "radius, replicated optimizer",
+    "radius, owned",
+)
 LATE += ("scape, three nodes", "oktopk, warming up")
 STEPS = 2 * INTERVAL + 1
 
@@ -259,7 +264,7 @@ def test_the_density_goes_down_geometrically(name: str) -> None:
     selected follows.
     """
     start, warmup = 2, 4
-    sync = {"theta": 0.99} if name == "tagc" else {"density": 0.01}
+    sync: dict[str, Any] = {"theta": 0.99} if name == "tagc" else {"density": 0.01}
     sync |= {"start": start, "warmup": warmup, "start_density": 0.25, "value_dtype": "fp32"}
     w = sync_world(name, numels=(65_536,), **sync)
     factors = [0.25 * 0.04 ** (step / warmup) for step in range(warmup)]
