@@ -106,7 +106,8 @@ def test_hazards_can_be_put_back() -> None:
     """Each text of `tests/hazards.md` stands once in the package, and its test is there: else it
     proves nothing.
     """
-    package = "\n".join(path.read_text() for path in (ROOT / "zero_topo").rglob("*.py"))
+    sources = (*(ROOT / "zero_topo").rglob("*.py"), *(ROOT / "csrc").glob("zt_gpu_*"))
+    package = "\n".join(path.read_text() for path in sources)
     launcher = "\n".join(path.read_text() for path in (ROOT / "tests/launcher").glob("*.py"))
     for hazard in listed():
         assert len(pattern(hazard.text).findall(package)) == 1, hazard.what
