@@ -19,6 +19,10 @@ from zero_topo.config.modes import SYNC_MODES
 from zero_topo.config.parts import QuantizeConfig
 
 MISTAKES: list[tuple[Any, list[str]]] = [
+    ({"sync": {"mode": "tagc", "density": 0.1}}, ["density", "set theta"]),
+    ({"sync": {"mode": "tagc", "ratio": 3}}, ["ratio", "3", "2, 4 or 10"]),
+    ({"sync": {"mode": "tagc", "theta": 1.0}}, ["theta", "1.0"]),
+    ({"sync": {"mode": "tagc", "theta": -0.1}}, ["theta", "-0.1"]),
     (
         {"shceme": "topo"},
         ["zero_topo.shceme: unknown key", "did you mean 'scheme'?", "allowed: topology, scheme"],
