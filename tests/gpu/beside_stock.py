@@ -30,7 +30,7 @@ from zero_topo.config import resolve
 
 STEPS, WARM_UP, TRACED = (8, 2, 3) if ON_GPU else (2, 1, 1)
 LIMIT_S = 330.0
-"""After so many seconds no other variant begins."""
+"""Seconds after which no other variant begins."""
 
 
 @dataclass(frozen=True)

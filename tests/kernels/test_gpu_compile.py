@@ -340,7 +340,7 @@ def test_amd_memory() -> None:
 
 
 def exactly(number: int, pattern: str) -> Choice:
-    """The block with so many instructions that match."""
+    """The block that has this number of matching instructions."""
     return lambda block: -abs(block.count(pattern) - number)
 
 

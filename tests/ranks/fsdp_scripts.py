@@ -77,7 +77,7 @@ def net(seed: int = 1, dtype: torch.dtype = torch.float32, model: nn.Module | No
 
 
 def machine(block: Mapping[str, Any] = EXACT) -> dict[str, Any]:
-    """A block on two emulated nodes, of two ranks a GPU if there are so many."""
+    """A block on two emulated nodes, with two ranks per GPU if the ranks suffice."""
     half = dist.get_world_size() // 2
     nodes = {"nodes": 2, "gpus_per_node": -(-half // 2), "gcds_per_gpu": min(half, 2)}
     return {"topology": {"emulated": nodes}, **block}

@@ -32,7 +32,7 @@ WORD = 4
 
 
 def counts(peers: int) -> int:
-    """Bytes that tell each peer a length, or that not all is finite."""
+    """Bytes of a length for each peer, or of the flag that a value is not finite."""
     return (peers - 1) * 8
 
 

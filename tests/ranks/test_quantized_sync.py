@@ -150,7 +150,7 @@ def test_dropped_gradients_drop_their_residual(caplog: pytest.LogCaptureFixture)
 
 
 def test_zero_grad_after_the_step_keeps_the_residual(caplog: pytest.LogCaptureFixture) -> None:
-    """Also after somebody has looked at the rank's own row, and written to it; nothing is said."""
+    """Also after the rank's own row was read and written; no line is logged."""
     w = world(block())
 
     def rank_main(rank: int) -> bool:

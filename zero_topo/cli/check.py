@@ -84,14 +84,12 @@ def check(
         notes.append("expert parallelism is not counted: plan and costs are those without it")
     notes = list(dict.fromkeys(filter(None, [*notes, unasked()])))
     if as_json:
-        plan = None if resolved is None else replace(resolved, notes=()).to_json()
-        costs = None if cost is None else costs_json(cost)
         print_json(
             {
                 "config": translated.config,
                 "topology": found.to_json(),
-                "plan": plan,
-                "cost": costs,
+                "plan": None if resolved is None else replace(resolved, notes=()).to_json(),
+                "cost": None if cost is None else costs_json(cost),
                 "notes": notes,
             }
         )

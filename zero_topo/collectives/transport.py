@@ -456,30 +456,32 @@ def reduce_scatter(
         send.view(torch.float16).mul_(factor)
         factor = 1.0
 
-    def begin(group: Group, adds: bool, send: Tensor) -> Handle[Tensor]:
-        if not adds:
-            return group.begin("all_to_all", send)
-        assert isinstance(spec, Cast)
-        # Of uint8 nothing can be summed.
-        sums = group.begin("reduce_scatter", send.view(DTYPES[spec.dtype]))
-        return sums.then(lambda values: values.view(torch.uint8))
-
     def forward(received: Tensor) -> Handle[Tensor]:
         send = received.transpose(0, 1)
         if len(received) > 1:
             # The messages of one destination are summed before they leave for the next group.
             send = _empty(outer, received.shape[1], nbytes, received.device)
             requantize(received, spec, send.transpose(0, 1), numel)
-        return begin(outer, backend[-1], send)
+        return _start(outer, backend[-1], spec, send)
 
     def finish(received: Tensor) -> None:
         dequantize_reduce(received[:, 0], spec, out, factor, accumulate)
 
     # Two groups: the inner one first, so that each byte crosses nodes once.
-    received = begin(first, backend[0], send)
+    received = _start(first, backend[0], spec, send)
     if outer is not first:
         received = received.then(forward)
     return received.then(finish)
+
+
+def _start(group: Group, adds: bool, spec: Format, send: Tensor) -> Handle[Tensor]:
+    """Start a group's part of a reduce-scatter: one sum by the backend, or the messages to sum."""
+    if not adds:
+        return group.begin("all_to_all", send)
+    assert isinstance(spec, Cast)
+    # Of uint8 nothing can be summed.
+    sums = group.begin("reduce_scatter", send.view(DTYPES[spec.dtype]))
+    return sums.then(lambda values: values.view(torch.uint8))
 
 
 def _empty(group: Group, destinations: int, nbytes: int, device: torch.device) -> Tensor:

@@ -373,9 +373,8 @@ class Weights:
         """
         if self._updated is not None:
             self._updated.wait()
-        needed = self._stale.copy()
-        if param_indices is not None:
-            needed.intersection_update(param_indices)
+        # Of a gather no more work than it has parameters: most of the model may be stale.
+        needed = self._stale.intersection(self._stale if param_indices is None else param_indices)
         if not needed:
             return
         for updated, *_ in self._updates:
