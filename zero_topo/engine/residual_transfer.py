@@ -23,7 +23,7 @@ from torch import Tensor
 
 from zero_topo.engine.shards import Layout
 from zero_topo.plan import Plan
-from zero_topo.sync import Parameter, ResidualOwners, SyncMode
+from zero_topo.sync import Parameter, SyncMode
 
 FILE = "zero_topo_residuals.pt"
 STATE_KEY = "zero_topo"  # our entry in DeepSpeed's optimizer checkpoints
@@ -50,12 +50,11 @@ def age_rows(ages: Entries, layout: Layout, names: Sequence[str]) -> Tensor:
 
 
 def restore(mode: SyncMode, state: Mapping[str, Any], plan: Plan) -> str | None:
-    """Load a checkpoint's state into a mode of sync.
+    """Load a checkpoint's state into a mode of sync, if the run has the plan of the checkpoint.
 
     A residual depends on the set of peers and on the parameters that take part; a mode's other
     state also depends on which rank needs which sums. Peers and needs follow from the degrees of
-    gradients and optimizer, and from the placement. From another plan, only rows of owners that are
-    peers in this run too are loaded.
+    gradients and optimizer, and from the placement.
 
     Args:
         mode: newly built.
@@ -63,45 +62,26 @@ def restore(mode: SyncMode, state: Mapping[str, Any], plan: Plan) -> str | None:
         plan: the current plan, for as many ranks.
 
     Returns:
-        A message: what could not be loaded, and what the user can do about it; None if nothing was
-            lost.
+        A message, if state of another plan was dropped: what the user can do about it. Else None.
 
     Raises:
         ValueError: for state of another mode or of other shapes.
     """
-    degrees = state.get("degrees") or {}
-    now = plan.degrees()
-    sync = state.get("sync", {})
+    sync = state.get("sync")
+    if not sync:
+        return None
+    degrees = [state.get("degrees", {}), plan.degrees()]
+    reduced = [(each.get("gradients"), each.get("optimizer")) for each in degrees]
     was = state.get("residual_owners")
-    present = mode.residual_owners()
-    alike = all(degrees.get(role) == now[role] for role in ("gradients", "optimizer"))
-    if not state or (alike and (was is None or present is None or was == present._asdict())):
+    now = mode.residual_owners()
+    if reduced[0] == reduced[1] and (was is None or now is None or was == now._asdict()):
         mode.load_state_dict(sync)
         return None
-    residual = sync.get("residual")
-    if residual is None or not residual.numel():
-        return None
-    lost = "each rank's residual of sync is"
-    dropped = None
-    if was is not None:
-        dropped = mode.take_over(residual, ResidualOwners(was["owners"], was["parameters"]))
-        lost = f"{dropped} rows of a rank's residual of sync are"
-    # Masks and similar state do not fit other peers: a mode with such state restarts at step 0
-    other_state = sync.keys() - {"residual", "step"}
-    mode.steps = 0 if other_state else int(sync.get("step", 0))
-    if dropped == 0 and not other_state:
-        return None
-    plans = (
-        f"gradients over {of.get('gradients')} and optimizer over {of.get('optimizer')}"
-        for of in (degrees, now)
-    )
+    plans = [f"gradients over {of[0]} and optimizer over {of[1]}" for of in reduced]
     return (
         f"the checkpoint was saved with {' ranks, this run has '.join(plans)}, or with ranks "
-        "elsewhere, or other "
-        f"parameters take part in sync now: {lost} dropped"
-        f"{', masks, thresholds and first steps start anew' if other_state else ''}; a universal "
-        "checkpoint and "
-        '"zero-topo carry" keep the whole residual'
+        "elsewhere, or other parameters take part in sync now: sync starts anew, without each "
+        'rank\'s residual; a universal checkpoint and "zero-topo carry" keep the whole residual'
     )
 
 

@@ -26,7 +26,13 @@ from zero_topo.engine.agreement import all_can, check_replicas
 from zero_topo.engine.gradients import Gradients
 from zero_topo.engine.masters import Masters
 from zero_topo.engine.matrices import Matrices
-from zero_topo.engine.residual_transfer import STATE_KEY, age_rows, carried, restore
+from zero_topo.engine.residual_transfer import (
+    STATE_KEY,
+    age_rows,
+    carried,
+    first_line,
+    restore,
+)
 from zero_topo.engine.shards import Layout
 from zero_topo.engine.weights import Weights
 from zero_topo.mesh import Mesh
@@ -327,8 +333,8 @@ class Stage3:
         """Restore :meth:`state_dict` before :meth:`restart`; without saved state, start fresh.
         Collective.
 
-        State of another plan is restored as far as it fits, and the log says so. If ranks cannot
-        all restore the same state, all start fresh, as otherwise their replicas would diverge.
+        State of another plan is dropped, and the log says so. If ranks cannot all restore the same
+        state, all start fresh, as otherwise their replicas would diverge.
 
         Args:
             saved: DeepSpeed's dictionary of this rank, from a checkpoint of any plan or of stock
@@ -342,32 +348,28 @@ class Stage3:
         """
         entry = saved.get(STATE_KEY, {})
         mode = self.gradients.mode
-        state = entry if isinstance(entry, Mapping) else {}
         self.settle()  # the state that is replaced owns what its collectives send
         self.gradients.zero()
         mode.load_state_dict({})
-        problem = lost = None
-        same = state.get("degrees") == self.config.plan.degrees()
-        kept = {"scales": state["scales"]} if same and "scales" in state else {}
+        problem = lost = degrees = scales = None
         try:
-            if state is not entry:
-                raise ValueError(f"its entry {STATE_KEY} is a {type(entry).__name__}")
-            lost = restore(mode, state, self.config.plan)
-        except ValueError as error:
-            problem = str(error)
+            degrees = entry.get("degrees")
+            if degrees == self.config.plan.degrees():
+                scales = entry.get("scales")
+            lost = restore(mode, entry, self.config.plan)
         except Exception as error:  # a damaged entry has any content
-            problem = f"{type(error).__name__}: {error}"
+            problem = first_line(error)
         residuals, ages = carried(folder, self.parameters)
-        facts = {"degrees": state.get("degrees"), "problem": problem, "stored": sorted(kept)}
+        facts = {"degrees": degrees, "problem": problem, "scales": scales is not None}
         # All ranks or none: with a part of them restored, replicas would diverge.
         facts["carried"] = [sorted(residuals), sorted(ages)]
         way_out = "look at their files of this checkpoint"
         if differ := all_can(None, facts, self.like.device, way_out):
             problem = differ
-            kept = {}
+            scales = None
             residuals = {}
             ages = {}
-        self.weights.load_state_dict(kept)
+        self.weights.load_scales(scales)
         if problem is not None:
             mode.load_state_dict({})
             lost = f"sync starts without the checkpoint's state on all ranks: {problem}"

@@ -63,9 +63,10 @@ Note [Frozen]
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -492,17 +493,16 @@ class Weights:
         """
         return {} if self.int8 is None else {"scales": self.int8.own_scales()}
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore :meth:`state_dict` before :meth:`publish_world`; without it scales are new.
+    def load_scales(self, saved: Any) -> None:
+        """Restore the scales of :meth:`state_dict` before :meth:`publish_world`.
 
         Saved scales are used if the number of blocks matches. Otherwise a rank chooses new ones;
         ranks still agree, because each sends its scales.
         """
         if self.int8 is not None:
-            saved = state.get("scales")
             own = self.int8.own_scales()
             fits = isinstance(saved, Tensor) and saved.shape == own.shape
-            self.int8.loaded_scales = own.copy_(state["scales"]) if fits else None
+            self.int8.loaded_scales = own.copy_(saved) if fits else None
 
     # -- accounting --------------------------------------------------------------------------------
 

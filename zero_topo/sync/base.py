@@ -263,18 +263,6 @@ class SyncMode:
             "mode, or delete zero_topo_residuals.pt from the checkpoint to drop them"
         )
 
-    def take_over(self, residual: Tensor, saved: ResidualOwners) -> int:
-        """Load this rank's residual from another plan for the same ranks, as far as its rows fit.
-
-        Args:
-            residual: the entry "residual" of the other plan's :meth:`state_dict`.
-            saved: its layout.
-
-        Returns:
-            The number of non-zero rows that do not fit.
-        """
-        return int(residual.view(len(saved.owners), -1).any(1).sum())
-
     def report(self) -> dict[str, float]:
         """Return this rank's numbers of the last step: densities, norms, counts."""
         return {}

@@ -18,7 +18,7 @@ from zero_topo.mesh import Hierarchy
 from zero_topo.quant.operands import Range, merged, packed_ranges, range_views, total_numel
 from zero_topo.quant.ops import cast_to, dequantize, quantize
 from zero_topo.quant.spec import Cast, Format
-from zero_topo.sync.base import ResidualOwners, SyncContext, SyncMode
+from zero_topo.sync.base import SyncContext, SyncMode
 
 logger = logging.getLogger(__name__)
 
@@ -82,27 +82,6 @@ class Crossing(SyncMode, ABC):
             # Shares of all owners add up to the sum again.
             rows[:, first:past] = rows_of(sums[name], plan)[positions] / len(positions)
         self.store_residual(rows)
-
-    def take_over(self, residual: Tensor, saved: ResidualOwners) -> int:
-        """Load the rows of owners that are peers in this run too; return the number of non-zero
-        rows that do not fit.
-
-        Args:
-            residual: one row per owner of ``saved``.
-            saved: the owners and parameters of a checkpoint's residual.
-        """
-        mine = self.residual_owners()
-        rows = self.residual_rows()
-        received = residual.view(len(saved.owners), -1)
-        left = received.any(1)
-        if mine is not None and rows is not None and mine.parameters == saved.parameters:
-            place = {owner: row for row, owner in enumerate(mine.owners)}
-            fitting = [row for row, owner in enumerate(saved.owners) if owner in place]
-            places = [place[saved.owners[row]] for row in fitting]
-            rows[places] = received[fitting].to(rows)
-            self.store_residual(rows)
-            left[fitting] = False
-        return int(left.sum())
 
     def check_shapes(self, state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
         """Raise ValueError if a checkpoint has other entries than this run, or entries of other
