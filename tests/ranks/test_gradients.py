@@ -5,15 +5,19 @@ a step. What scatter and sync give is tested in ``test_phases.py``.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.harness import run_threads
 from tests.plans import resolve
 from tests.ranks.worlds import BLOCKS, PARAM_INDICES, PLAIN, World, mean, shards, shuffled, world
-from zero_topo.collectives.transport import Group
+from zero_topo.collectives.meter import Meter
+from zero_topo.collectives.queue import Handle
+from zero_topo.collectives.transport import Group, Op
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.topology.presets import emulated
 
@@ -28,8 +32,25 @@ def error(engine: Stage3, w: World) -> float:
     return float((engine.gradients.optimizer_rows() - wanted).abs().max())
 
 
+Begun = defaultdict[Meter, list[tuple[str, str]]]
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> Begun:
+    """The operation and the domain of each exchange of an engine, by its meter."""
+    found: Begun = defaultdict(list)
+    begin = Group.begin
+
+    def recording(group: Group, op: Op, x: Tensor, *counts: Any) -> Handle[Tensor]:
+        found[group.meter].append((op, group.domain))
+        return begin(group, op, x, *counts)
+
+    monkeypatch.setattr(Group, "begin", recording)
+    return found
+
+
 @pytest.mark.parametrize("scheme", ["ring", "two groups, ring"])
-def test_a_ring_sums_between_nodes_in_the_type_that_is_sent(scheme: str) -> None:
+def test_a_ring_sums_between_nodes_in_the_type_that_is_sent(scheme: str, begun: Begun) -> None:
     """One reduce-scatter of the backend for each run, between nodes alone; the bytes are those
     without it.
     """
@@ -41,15 +62,14 @@ def test_a_ring_sums_between_nodes_in_the_type_that_is_sent(scheme: str) -> None
 
         def rank_main(rank: int) -> tuple[float, Sent, set[tuple[str, str]]]:
             engine = w.engine(torch.bfloat16, chunk=600)
-            seen = set[tuple[str, str]]()
             engine.gradients.scatter(PARAM_INDICES, w.grads(rank, 0, torch.bfloat16), False)
             engine.gradients.finish_scatter()
-            engine.meter.listener = lambda group, op, nbytes, even: seen.add((op, group.domain))
+            begun[engine.meter].clear()
             engine.gradients.sync()
             engine.meter.end_step()
             total = engine.meter.last_step.items()
             sent = {domain: n for (phase, domain), n in total if phase == "sync"}
-            return error(engine, w), sent, seen
+            return error(engine, w), sent, set(begun[engine.meter])
 
         return run_threads(w.size, rank_main)
 
@@ -68,23 +88,22 @@ TWO_GROUPS: dict[str, Any] = {
 }
 
 
-def test_the_second_exchange_of_a_bucket_runs_under_the_first_of_the_next() -> None:
+def test_the_second_exchange_of_a_bucket_runs_under_the_first_of_the_next(begun: Begun) -> None:
     w = world(TWO_GROUPS, emulated(4, 1, 2))
 
     def rank_main(rank: int) -> list[tuple[str, str]]:
         engine = w.engine()
-        begun: list[tuple[str, str]] = []
-        engine.meter.listener = lambda group, op, nbytes, even: begun.append((op, group.domain))
         grads = w.grads(rank, 0)
+        begun[engine.meter].clear()
         for bucket in ((4, 1), (0,), (2, 3)):
             engine.gradients.scatter(bucket, [grads[index] for index in bucket], False)
         engine.gradients.finish_scatter()
-        return begun
+        return begun[engine.meter]
 
     first = ("reduce_scatter", "gpu")
     second = ("reduce_scatter", "world")
-    for begun in run_threads(w.size, rank_main):
-        assert begun == [first, first, second, first, second, second]
+    for seen in run_threads(w.size, rank_main):
+        assert seen == [first, first, second, first, second, second]
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,9 @@ OTHER_PLANS: dict[str, tuple[dict[str, Any], torch.dtype]] = {
 
 
 @pytest.mark.parametrize("other", OTHER_PLANS)
-def test_a_residual_goes_on_with_its_peers_alone(other: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_residual_goes_on_with_its_peers_alone(
+    other: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """With other peers it is dropped on all ranks, and one rank warns."""
     more, dtype = OTHER_PLANS[other]
     w, to = world(block()), replace(world(block(**more)), dtype=dtype)

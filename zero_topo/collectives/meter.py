@@ -7,20 +7,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from torch._C._profiler import _RecordFunctionFast
 
 Key = tuple[str, str]
-
-
-Listener = Callable[[Any, str, int, bool], AbstractContextManager[None] | None]
-"""Called with a group, the operation ("all_gather", "all_to_all", "reduce_scatter"), the bytes that
-this rank sends to the others, and whether every group rank sends as many. It returns a context in
-which the exchange begins and ends, or None, so that it is not timed.
-"""
 
 
 class Meter:
@@ -33,14 +25,11 @@ class Meter:
     reduce-scatter sends every byte twice) are never used.
 
     Attributes:
-        listener: times exchanges, counted or not.
         step: bytes of the current optimizer step, to which each group adds.
         last_step: bytes of the last closed optimizer step.
         last_seconds: seconds by phase of the last closed optimizer step, see :meth:`timing`.
         total: bytes of all closed optimizer steps.
     """
-
-    listener: Listener | None = None
 
     def __init__(self) -> None:
         self.step: Counter[Key] = Counter()

@@ -103,8 +103,6 @@ class Group:
     def begin(self, op: Op, x: Tensor, *counts: Sequence[int]) -> Handle[Tensor]:
         """Begin an exchange, and count the bytes that this rank sends to the others.
 
-        If the meter's listener times the exchange, it is also finished.
-
         Args:
             op: "all_gather" sends ``x``, of one shape on all members, to each; the result is
                 ``[size, *x.shape]``. "all_to_all" sends entry ``c`` of ``x [size, ...]`` to member
@@ -132,15 +130,7 @@ class Group:
             "all_to_all": self._all_to_all,
             "reduce_scatter": self._reduce_scatter,
         }
-        # Rows of known counts are sent by an all-to-all.
-        name = "all_to_all" if counts else op
-        timing = self.meter.listener and self.meter.listener(self, name, sent, not counts)
-        if timing is None:
-            return ops[op](x, *counts)
-        with timing:
-            handle = ops[op](x, *counts)
-            handle.wait()
-        return handle
+        return ops[op](x, *counts)
 
     def gather(self, x: Tensor) -> Tensor:
         """All-gather ``x`` and wait; see :meth:`begin`."""

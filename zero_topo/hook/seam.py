@@ -121,10 +121,6 @@ ATTRIBUTES: tuple[tuple[type, tuple[str, ...]], ...] = (
     ),
     (deepspeed.DeepSpeedConfig, ("_param_dict", "zero_config")),
     (
-        type(deepspeed.comm.comms_logger),
-        ("enabled", "prof_all", "prof_ops", "verbose", "comms_dict"),
-    ),
-    (
         Stock,
         (
             f"{MANGLED}__param_id_to_grad_partition",

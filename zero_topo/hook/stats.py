@@ -15,7 +15,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -40,7 +39,7 @@ from zero_topo.hook.initialize import job_of
 from zero_topo.hook.optimizer import TopoStage3
 from zero_topo.hook.seam import deepspeed_json, wrapping
 from zero_topo.observe.log import LOGGER
-from zero_topo.observe.monitor import breakdown, comms_timing, step_events
+from zero_topo.observe.monitor import breakdown, step_events
 from zero_topo.observe.report import RankBytes, Stats, build_report
 from zero_topo.observe.runlog import METRICS, log_step
 from zero_topo.sync import AdamS, AgedAdamW
@@ -279,14 +278,18 @@ class Recorder:
 
 
 def report_steps(engine: Any, optimizer: TopoStage3 | TopoInference) -> None:
-    """Report each exchange to DeepSpeed's comms logger, and each step to its monitors, the log and
-    the run's folder.
+    """Report each step to DeepSpeed's monitors, the log and the run's folder.
 
     Args:
         engine: DeepSpeed's engine.
         optimizer: its optimizer.
     """
-    optimizer.topo.meter.listener = partial(comms_timing, comms_logger, log_dist)
+    if comms_logger.enabled:
+        log_dist(
+            "zero_topo: comms_logger times DeepSpeed's own collectives alone; a profile of torch "
+            "shows zero_topo's in ranges zero_topo.<phase>",
+            ranks=[0],
+        )
     folder = optimizer.topo.config.report
     # An engine without an optimizer has no steps
     if engine.global_rank != 0 or isinstance(optimizer, TopoInference):
