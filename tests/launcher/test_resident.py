@@ -135,9 +135,9 @@ def test_saving_changes_no_code_and_an_edit_does(shared_path: Any) -> None:
     with running(case) as engine:
         advance(case, engine, 0, 2)
         stored: Weights = engine.optimizer.topo.weights
-        before, exact = stored.copies()[0], weights(engine)
+        before, exact = stored.replicas()[0], weights(engine)
         assert engine.save_16bit_model(str(shared_path), "model.pt")
-        assert torch.equal(stored.copies()[0], before)
+        assert torch.equal(stored.replicas()[0], before)
         dist.barrier()
         saved = torch.load(shared_path / "model.pt", weights_only=True)
         assert all(torch.equal(saved[name].float(), value) for name, value in exact.items())

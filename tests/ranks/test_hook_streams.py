@@ -297,7 +297,7 @@ def zero_grad(deepspeed: DeepSpeed, optimizer: Any) -> None:
 def check(deepspeed: DeepSpeed, optimizer: Any) -> None:
     """``debug_checks``: all copies are read."""
     deepspeed.engine.weights.wait_for_publish()
-    assert all(copy.clone().numel() for copy in deepspeed.engine.weights.copies())
+    assert all(copy.clone().numel() for copy in deepspeed.engine.weights.replicas())
 
 
 def nothing(deepspeed: DeepSpeed, optimizer: Any) -> None:

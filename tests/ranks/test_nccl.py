@@ -88,7 +88,7 @@ def trained(w: World, mixed: bool) -> list[Tensor]:
             engine.end_step(skipped=False)
         weights.wait_for_publish()
         engine.gradients.mode.drain()
-        return weights.copies()[0].clone()
+        return weights.replicas()[0].clone()
 
     return run_threads(w.size, rank_main)
 

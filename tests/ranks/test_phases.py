@@ -115,7 +115,7 @@ class Engine:
     def weights(self) -> Tensor:
         """The bytes of the weights that this rank stores."""
         self._made.weights.wait_for_publish()
-        return self._made.weights.copies()[0].view(-1).view(torch.uint8).clone()
+        return self._made.weights.replicas()[0].view(-1).view(torch.uint8).clone()
 
 
 @dataclass(frozen=True)

@@ -209,7 +209,7 @@ def trained(block: dict[str, Any], overlap_comm: bool, offload: bool = False) ->
         deepspeed.micro_batch(last=True)
         deepspeed.step()
         weights.wait_for_publish()
-        for copy in weights.copies():
+        for copy in weights.replicas():
             copy.sum()
 
 

@@ -35,7 +35,7 @@ class Trainer:
         self.w, self.rank, self.persistent, self.scale = w, rank, persistent, 1.0
         self.engine = self._built()
         self.height, columns = self.engine.gradients.optimizer_rows().shape
-        cut = self.engine.layout.begins[-2] if len(w.numels) > 2 else 0
+        cut = self.engine.layout.edges[-3] if len(w.numels) > 2 else 0
         self.columns = [(0, cut), (cut, columns)] if cut else [(0, columns)]
         sizes = [self.height * (end - begin) for begin, end in self.columns]
         self.masters = [

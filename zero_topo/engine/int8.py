@@ -52,7 +52,7 @@ class Int8:
         blocks = [spec.blocks(width) for width in widths]
         self._rows = layout.plan.world_size // layout.plan.weights
         self._own_row = layout.row(layout.plan.weights)
-        columns = list(zip(layout.begins, widths, strict=True))
+        columns = list(zip(layout.edges, widths, strict=False))
         self.codes = Codes.build(columns, self._rows, spec.block_size, device)
         self._ends = list(accumulate(blocks, initial=0))  # block columns
         self._numels = [self._rows * count * spec.block_size for count in blocks]

@@ -34,7 +34,7 @@ class Secondary:
 
     Attributes:
         buffer: the copies.
-        stored: their memory; None if they are rows of the primary.
+        stored: their memory; empty if they are rows of the primary.
         captured: whether the copies are not of this rank's own primary.
         phases: those whose gathers read the copies.
     """
@@ -48,7 +48,7 @@ class Secondary:
         wires: Sequence[Format],
         frozen: bool,
     ) -> None:
-        self.stored: Tensor | None = None
+        self.stored: list[Tensor] = []
         self.captured = degree % layout.plan.weights != 0
         self.phases: tuple[Phase, ...] = ("gather_backward",)
         if frozen and self.captured:
@@ -77,9 +77,10 @@ class Secondary:
         for width, wire in zip(self._layout.widths, wires, strict=True):
             numel = height * width
             sizes.append(wire.nbytes(numel) if packed else numel * like.itemsize)
-        self.stored = like.new_zeros(sum(sizes), dtype=torch.uint8)
+        stored = like.new_zeros(sum(sizes), dtype=torch.uint8)
+        self.stored.append(stored)
         forms = []
-        parts = self.stored.split(sizes)
+        parts = stored.split(sizes)
         for part, width, wire in zip(parts, self._layout.widths, wires, strict=True):
             if packed:
                 forms.append(Form(part, wire, block=1))
@@ -91,24 +92,22 @@ class Secondary:
         """Return whether a parameter's copy has the current version of the weights.
 
         Raises:
-            RuntimeError: if a copy is stale that :meth:`refresh` should have renewed.
+            RuntimeError: if a copy is stale that :meth:`renew` should have made again.
         """
-        fresh = self.stored is None or self._stamps[index] == self._versions[index]
+        fresh = not self.stored or self._stamps[index] == self._versions[index]
         if not fresh and not self.captured:
             raise RuntimeError(
                 f"the secondary shard of parameter {index} was not refreshed after the last publish"
             )
         return fresh
 
-    def expire(self, param_indices: Sequence[int]) -> None:
-        """Mark copies of some parameters as stale, because their primary shards have changed."""
+    def renew(self, param_indices: Sequence[int]) -> None:
+        """Mark copies of some parameters as stale, because their primary shards have changed, and
+        make them again if that takes no collective.
+        """
         for index in param_indices:
             self._versions[index] += 1
-
-    def refresh(self, param_indices: Sequence[int]) -> None:
-        """Renew some parameters' copies from the primary, if that takes no collective."""
-        if self._rows is not None:
-            for index in param_indices:
+            if self._rows is not None:
                 self._store(index, self._layout.parameter(self._rows, index))
 
     def capture(self, param_indices: Sequence[int]) -> Capture | None:

@@ -51,11 +51,6 @@ class Layout:
         """First column of each parameter, and the end of the last one."""
         return tuple(accumulate(self.widths, initial=0))
 
-    @cached_property
-    def begins(self) -> tuple[int, ...]:
-        """First column of each parameter."""
-        return self.edges[:-1]
-
     @property
     def columns(self) -> int:
         """``F``: columns of all parameters."""
@@ -68,7 +63,7 @@ class Layout:
 
     def shard_ranges(self, param_indices: Iterable[int]) -> tuple[tuple[int, int], ...]:
         """Return the column ranges of some parameters."""
-        return tuple((self.begins[i], self.begins[i] + self.widths[i]) for i in param_indices)
+        return tuple((self.edges[i], self.edges[i + 1]) for i in param_indices)
 
     def columns_of(self, param_indices: Sequence[int]) -> slice:
         """Return the columns of consecutive parameters."""
@@ -86,8 +81,7 @@ class Layout:
 
     def parameter(self, shard: Tensor, index: int) -> Tensor:
         """Return a view of one parameter's columns of any shard, ``[rows, width]``."""
-        begin = self.begins[index]
-        return shard[:, begin : begin + self.widths[index]]
+        return shard[:, self.edges[index] : self.edges[index + 1]]
 
     def subset(self, shard: Tensor, lo: int, hi: int) -> Tensor:
         """Return the rank's degree-``hi`` shard as a strided view of its degree-``lo`` shard,
@@ -148,7 +142,7 @@ class Layout:
             shard: ``[n]``, columns ``first .. first + n`` of the rank's own world shard.
             first: the first column; no parameter is cut.
         """
-        for numel, begin, width in zip(self.numels, self.begins, self.widths, strict=True):
+        for numel, begin, width in zip(self.numels, self.edges, self.widths, strict=False):
             stored = min(max(numel - self.rank * width, 0), width)
             if stored < width and first <= begin < first + len(shard):
                 place = begin - first

@@ -293,7 +293,7 @@ class Stage3:
             # Else some runs would be compared before they have arrived
             self.weights.wait_for_publish()
             for each in self.sets:
-                check_replicas(self.mesh.plans, each.copies())
+                check_replicas(self.mesh.plans, each.replicas())
         if self._counts_steps:
             self.meter.end_step()
 
@@ -323,7 +323,7 @@ class Stage3:
         residuals = self.gradients.mode.residual_owners()
         state = {"degrees": self.config.plan.degrees(), "sync": sync, **kept}
         if residuals is not None:
-            columns = zip(self.layout.numels, self.layout.begins, self.layout.widths, strict=True)
+            columns = zip(self.layout.numels, self.layout.edges, self.layout.widths, strict=False)
             state["residual_owners"] = residuals._asdict()
             # Of optimizer states
             state["columns"] = dict(zip((p.name for p in self.parameters), columns, strict=True))
@@ -384,9 +384,7 @@ class Stage3:
     def workload(self, micro_batches: int) -> Workload:
         """Describe the model for the cost formulas, with all gradients in one bucket."""
         work = Workload(
-            numels=self.layout.numels,
-            dims=tuple(p.dims for p in self.parameters),
-            persistent=tuple(p.persistent for p in self.parameters),
+            **_of(self.parameters),
             itemsize=self.like.dtype.itemsize,
             micro_batches=micro_batches,
             scatter_itemsize=self.scatter_dtype.itemsize,
@@ -396,20 +394,11 @@ class Stage3:
             loss_scaled=self._loss_scaled,
             trains=bool(self.parameters),
             whole=tuple(p.whole for p in self.parameters),
-            lowered=tuple(p.sent is not None for p in self.parameters),
         )
         if not self._frozen:
             return work
         # Frozen parameters have no gradients: only gathers read them.
-        frozen = replace(
-            work,
-            numels=tuple(p.numel for p in self._frozen),
-            dims=tuple(p.dims for p in self._frozen),
-            persistent=tuple(p.persistent for p in self._frozen),
-            lowered=tuple(p.sent is not None for p in self._frozen),
-            published=None,
-            whole=(),
-        )
+        frozen = replace(work, **_of(self._frozen), published=None, whole=())
         return replace(work, frozen=frozen)
 
     def weight_tensors(self) -> list[Tensor]:
@@ -430,3 +419,13 @@ class Stage3:
 
 def _dtype(name: str | None, default: torch.dtype) -> torch.dtype:
     return default if name is None else DTYPES[name]
+
+
+def _of(parameters: Sequence[Parameter]) -> dict[str, Any]:
+    """Return the fields of a ``Workload`` that list parameters."""
+    return {
+        "numels": tuple(p.numel for p in parameters),
+        "dims": tuple(p.dims for p in parameters),
+        "persistent": tuple(p.persistent for p in parameters),
+        "lowered": tuple(p.sent is not None for p in parameters),
+    }

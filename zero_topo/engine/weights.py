@@ -76,6 +76,7 @@ from zero_topo.collectives.transport import (
     all_gather,
     all_gather_rows,
     all_gather_views,
+    as_bytes,
     members,
     rows_of,
 )
@@ -176,11 +177,13 @@ class Weights:
             self._build_int8(config.resident_spec)
         self.own_row = self.own[self.layout.row(plan.optimizer)]
         self.secondary: Secondary | None = None
+        self._copies: list[Tensor] = []
         if plan.secondary is not None and plan.weights > 1 and self.int8 is None and parameters:
             wires = [config.secondary_spec or wire for wire in plain]
             self.secondary = Secondary(
                 self.layout, mesh, self.primary, plan.secondary, wires, frozen
             )
+            self._copies = self.secondary.stored
             if plan.secondary == plan.weights and config.secondary_spec == config.weights_spec:
                 self.forward = self.secondary.buffer
 
@@ -444,10 +447,9 @@ class Weights:
         all_gather_rows(hierarchy, rows, self._run_numel)
 
     def _renew(self, param_indices: Sequence[int]) -> None:
-        """Expire and renew secondary copies of parameters whose primary shards changed."""
-        if self.secondary is not None and self.secondary.stored is not None:
-            self.secondary.expire(param_indices)
-            self.secondary.refresh(param_indices)
+        """Renew secondary copies of parameters whose primary shards changed."""
+        if self.secondary is not None and self.secondary.stored:
+            self.secondary.renew(param_indices)
         self._updated = recorded_event(self.own.device)  # gathers may be on another stream
 
     def write_back(self, index: int, full: Tensor) -> None:
@@ -468,7 +470,7 @@ class Weights:
             own.copy_(given)
         shard = layout.subset(rows, 1, plan.weights)
         if self.int8 is not None and self.coded[index]:
-            self.int8.recode(index, shard.float(), layout.begins[index])
+            self.int8.recode(index, shard.float(), layout.edges[index])
         else:
             self._floats.parameter(self.primary, index).copy_(shard)
         self._renew([index])
@@ -477,13 +479,11 @@ class Weights:
         """Return whether any rank's rows differ in a bit from the given ones. Collective; one host
         synchronization.
         """
-        # Bits are compared, so that NaN equals itself and -0 differs from 0.
-        bits = torch.int16 if given.dtype.itemsize == 2 else torch.int32
-        own_bits = own.contiguous().view(bits)
-        given_bits = given.contiguous().view(bits)
-        differ = (own_bits != given_bits).any().view(1).view(torch.uint8)
+        # Bytes are compared, so that NaN equals itself and -0 differs from 0.
+        differ = as_bytes(own.contiguous()) != as_bytes(given.contiguous())
+        found = differ.any().view(1).view(torch.uint8)
         hierarchy = self._mesh.hierarchy(1, self.layout.plan.optimizer).metered("gather_exact")
-        return bool(all_gather(hierarchy, differ).wait().any())
+        return bool(all_gather(hierarchy, found).wait().any())
 
     # -- checkpoints -------------------------------------------------------------------------------
 
@@ -517,31 +517,24 @@ class Weights:
     def memory(self) -> dict[str, int]:
         """Return the bytes of weights and secondary copies on this rank."""
         stored = sum(tensor.nbytes for tensor in self.tensors())
-        copies = 0
-        if self.secondary is not None and self.secondary.stored is not None:
-            copies = self.secondary.stored.nbytes
+        copies = sum(tensor.nbytes for tensor in self._copies)
         return {"weights": stored - copies, "secondary": copies}
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that are stored, without views of them."""
-        stored = [self.primary]
-        if self.int8 is not None:
-            stored += [self.int8.codes.stored, self.own]
-        if self.secondary is not None and self.secondary.stored is not None:
-            stored.append(self.secondary.stored)
-        return stored
+        of_int8 = [] if self.int8 is None else [self.int8.codes.stored, self.own]
+        return [self.primary, *of_int8, *self._copies]
 
-    def copies(self) -> list[Tensor]:
+    def replicas(self) -> list[Tensor]:
         """Return what other ranks store too, to compare in debug checks: of the weights, then of
         the secondary.
         """
         if self.int8 is not None:
             floats = self.primary.view(-1).view(torch.uint8)
             return [torch.cat([self.int8.codes.stored, floats])]
-        secondary = self.secondary
-        if secondary is None or secondary.stored is None or secondary.captured:
+        if self.secondary is not None and self.secondary.captured:
             return [self.primary]
-        return [self.primary, secondary.stored]
+        return [self.primary, *self._copies]
 
 
 def recorded_event(device: torch.device) -> torch.Event | None:

@@ -162,7 +162,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         parameters = []
         for index, part in enumerate(stored):
             part.param_index = index
-            part.begin = layout.begins[index]
+            part.begin = layout.edges[index]
             numel = layout.numels[index]
             shard_range = (part.begin, part.begin + part.width)
             dims = part.param.dim()
