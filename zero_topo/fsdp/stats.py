@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -17,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from zero_topo.cost.memory import ADAM_BYTES
 from zero_topo.cost.volume import Workload
 from zero_topo.fsdp.optimizer import ShardedOptimizer
-from zero_topo.observe.report import RankBytes, Stats, build_report
-from zero_topo.units import KIB
+from zero_topo.observe.collect import gather_bytes, peak_memory, write_report
+from zero_topo.observe.report import Stats
 
 
 def stats(optimizer: ShardedOptimizer) -> Stats:
@@ -30,7 +28,7 @@ def stats(optimizer: ShardedOptimizer) -> Stats:
     host = optimizer.host
     meter = host.mesh.meter
     mode = optimizer.gradients.mode
-    peak, on_device = _peak_memory(mode.context.device)
+    peak, on_device = peak_memory(mode.context.device)
     return Stats(
         config=host.config,
         steps=meter.steps,
@@ -66,21 +64,9 @@ def report(
         settings: the program's settings, to show in the report.
     """
     found = stats(optimizer)
-    ranks: list[RankBytes | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, found.of_rank())
-    if dist.get_rank() != 0:
-        return
-    model = optimizer.host.model
-    numel = sum(param.numel() for param in model.parameters())
-    build_report(
-        Path(folder),
-        found,
-        [rank for rank in ranks if rank is not None],
-        title=title or f"{type(model).__name__}, {numel:,} parameters",
-        world_size=dist.get_world_size(),
-        settings=settings,
-        deepspeed={},
-    )
+    ranks = gather_bytes(found)
+    if dist.get_rank() == 0:
+        write_report(folder, found, ranks, optimizer.host.model, title, settings)
 
 
 def _workload(optimizer: ShardedOptimizer) -> Workload:
@@ -120,10 +106,3 @@ def _memory(optimizer: ShardedOptimizer) -> dict[str, int]:
 
 def _stored_bytes(param: Tensor) -> int:
     return param.to_local().nbytes if isinstance(param, DTensor) else param.nbytes
-
-
-def _peak_memory(device: torch.device) -> tuple[int, bool]:
-    """Return the peak bytes of tensors on a device, on a CPU of the process, and which."""
-    if device.type == "cpu":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB, False
-    return int(torch.get_device_module(device).max_memory_allocated()), True

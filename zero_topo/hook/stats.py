@@ -10,7 +10,6 @@ own measurements when the engine is destroyed or the process ends, without a col
 from __future__ import annotations
 
 import atexit
-import resource
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -38,12 +37,12 @@ from zero_topo.hook.inference import TopoInference
 from zero_topo.hook.initialize import job_of
 from zero_topo.hook.optimizer import TopoStage3
 from zero_topo.hook.seam import deepspeed_json, wrapping
+from zero_topo.observe.collect import gather_bytes, peak_memory, write_report
 from zero_topo.observe.log import LOGGER
 from zero_topo.observe.monitor import breakdown, step_events
-from zero_topo.observe.report import RankBytes, Stats, build_report
+from zero_topo.observe.report import Stats
 from zero_topo.observe.runlog import METRICS, log_step
 from zero_topo.sync import AdamS, AgedAdamW
-from zero_topo.units import KIB
 
 
 def stats(engine: Any) -> Stats:
@@ -65,7 +64,7 @@ def stats(engine: Any) -> Stats:
         )
     topo = optimizer.topo
     micro_batches = engine.gradient_accumulation_steps()
-    peak, on_device = peak_memory()
+    peak, on_device = peak_memory(topo.like.device)
     work = topo.workload(micro_batches)
     engines = optimizer.engines()
     experts = [(other.config, other.workload(micro_batches)) for other in engines[1:]]
@@ -114,15 +113,6 @@ def _predicted(
     return dict(predicted)
 
 
-def peak_memory() -> tuple[int, bool]:
-    """Return the peak bytes of tensors on this rank's device (on a CPU, of the process), and
-    whether of a device.
-    """
-    if get_accelerator().is_synchronized_device():
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB, False
-    return int(get_accelerator().max_memory_allocated()), True
-
-
 def _optimizer_itemsize(optimizer: TopoStage3) -> int:
     """Return the expected bytes per element of Adam's states and FP32 masters (unless these are the
     weights).
@@ -163,37 +153,13 @@ def report(
         settings: the program's settings, to show in the report.
     """
     found = stats(engine) if isinstance(engine.optimizer, TopoStage3 | TopoInference) else None
-    ranks: list[RankBytes | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, found and found.of_rank())
+    ranks = gather_bytes(found)
     recorder = getattr(engine.optimizer, "recorder", None)
     if recorder is not None and recorder.folder == Path(folder):
         recorder.finish()
     if dist.get_rank() == 0:
-        known = [rank for rank in ranks if rank is not None]
-        _write(engine, Path(folder), found, known, title, settings)
-
-
-def _write(
-    engine: Any,
-    folder: Path,
-    found: Stats | None,
-    ranks: Sequence[RankBytes],
-    title: str | None,
-    settings: Mapping[str, Any],
-) -> None:
-    numel = sum(
-        getattr(parameter, "ds_numel", parameter.numel())
-        for parameter in engine.module.parameters()
-    )
-    build_report(
-        folder,
-        found,
-        ranks,
-        title=title or f"{type(engine.module).__name__}, {numel:,} parameters",
-        world_size=dist.get_world_size(),
-        settings=settings,
-        deepspeed=deepspeed_json(engine),
-    )
+        shown = deepspeed_json(engine)
+        write_report(folder, found, ranks, engine.module, title, settings, shown)
 
 
 class Recorder:
@@ -270,7 +236,13 @@ class Recorder:
         self.finish()
         found = stats(self._engine)
         try:
-            _write(self._engine, self.folder, found, [found.of_rank()], None, {})
+            write_report(
+                self.folder,
+                found,
+                [found.of_rank()],
+                self._engine.module,
+                deepspeed=deepspeed_json(self._engine),
+            )
         except OSError as error:
             LOGGER.warning("zero_topo: the report in %s is not written: %s", self.folder, error)
         else:
@@ -315,7 +287,7 @@ def _report_step(engine: Any, optimizer: TopoStage3) -> None:
         optimizer.recorder.step(topo.meter.last_step)
     if engine.monitor.enabled:
         of_mode = topo.gradients.mode.report()
-        peak = peak_memory()[0]
+        peak, _ = peak_memory(topo.like.device)
         events = step_events(topo.meter.last_step, seconds, of_mode, peak, engine.global_samples)
         engine.monitor.write_events(events)
     every = engine.steps_per_print()
