@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import field, fields
 from functools import cache
 from importlib import resources
@@ -234,16 +234,3 @@ def _keys(location: tuple[int | str, ...]) -> list[str]:
 
 def _near(word: object, expected: str) -> str:
     return did_you_mean(word, re.findall(r"'([^']*)'", expected), cutoff=0.5)
-
-
-def offering(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
-    """Return the names that complete an option's value in a shell.
-
-    Args:
-        names: all that there are.
-    """
-
-    def offered(incomplete: str) -> list[str]:
-        return [name for name in names() if name.startswith(incomplete)]
-
-    return offered

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from zero_topo.cli.options import MACHINES
 from zero_topo.cli.output import print_json
 from zero_topo.topology.presets import load_machine
 
@@ -18,9 +17,7 @@ SICK = 1
 def doctor(
     machine: Annotated[
         str | None,
-        typer.Option(
-            autocompletion=MACHINES, help="Preset; default: detected from Slurm and loaded modules."
-        ),
+        typer.Option(help="Preset; default: detected from Slurm and loaded modules."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
 ) -> None:

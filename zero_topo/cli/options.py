@@ -7,16 +7,9 @@ from typing import Annotated
 
 import typer
 
-from zero_topo.cost.model_files import MODELS
-from zero_topo.strict import offering
-from zero_topo.topology.presets import preset_names
-
-MACHINES = offering(preset_names)
-
 ModelName = Annotated[
     str | None,
     typer.Option(
-        autocompletion=offering(lambda: MODELS),
         metavar="NAME|FILE",
         help="Model name, Hugging Face config.json or GPT-NeoX YAML.",
     ),
@@ -27,7 +20,6 @@ Params = Annotated[
 Machine = Annotated[
     str,
     typer.Option(
-        autocompletion=MACHINES,
         metavar="PRESET|FILE|JSON",
         help="Preset, .json file or JSON object that describes the machine.",
     ),

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from zero_topo.cli.inputs import machine, read_count
-from zero_topo.cli.options import MACHINES, Ranks
+from zero_topo.cli.options import Ranks
 from zero_topo.cli.output import print_json
 from zero_topo.topology.model import MOST_RANKS
 from zero_topo.topology.render import render_tree
@@ -19,7 +19,6 @@ def topology(
         str,
         typer.Option(
             "--from",
-            autocompletion=MACHINES,
             metavar="FILE|PRESET",
             help="A .json file, a preset or a JSON object.",
         ),

@@ -125,12 +125,8 @@ class Group:
         if sent:
             self.meter.step[self._key] += sent
             self.meter.calls[self.phase] += 1
-        ops: dict[Op, Callable[..., Handle[Tensor]]] = {
-            "all_gather": self._all_gather,
-            "all_to_all": self._all_to_all,
-            "reduce_scatter": self._reduce_scatter,
-        }
-        return ops[op](x, *counts)
+        exchange: Callable[..., Handle[Tensor]] = getattr(self, f"_{op}")
+        return exchange(x, *counts)
 
     def gather(self, x: Tensor) -> Tensor:
         """All-gather ``x`` and wait; see :meth:`begin`."""
