@@ -12,23 +12,20 @@ matrices. With the optimizer sharded over the world each matrix is computed once
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 
 import torch
 from torch import Tensor
 
 from zero_topo.collectives.transport import Group
 from zero_topo.engine.shards import Layout
-from zero_topo.plan import packed_runs
 
 Update = Callable[[Sequence[int], Tensor], Tensor]
 """Parameter indices, and their matrices ``[count, *shape]`` -> the updates, ``[count, *shape]``."""
 
 
-Batch = tuple[list[list[list[int]]], list[int]]
-"""The matrices that are exchanged at once: for each owner, its parameter indices in groups of equal
-shape; and the elements of this rank's parts, by owner.
-"""
+Batch = list[list[int]]
+"""Parameter indices of matrices of one shape that are exchanged at once, by owner."""
 
 
 class Matrices:
@@ -38,7 +35,7 @@ class Matrices:
         layout: the shards.
         group: these ranks, metered.
         limit: elements of the matrices that are exchanged at once; at least one matrix for each
-            rank is.
+            rank is. They have one shape.
         dtype: type of the values on the wire.
     """
 
@@ -77,25 +74,18 @@ class Matrices:
         """Assign matrices to owners in turn, large ones first, so that owners compute about equally
         much.
         """
-        layout = self._layout
+        numels = self._layout.numels
         size = self._group.size
-        rows = layout.plan.world_size // layout.plan.optimizer
-        ordered = sorted(
-            param_indices,
-            key=lambda param_index: (-layout.numels[param_index], shapes[param_index], param_index),
-        )
-        # In each turn every owner gets one matrix, of about the same size.
-        turns = [ordered[i : i + size] for i in range(0, len(ordered), size)]
-        numels = [sum(map(layout.numels.__getitem__, turn)) for turn in turns]
+        ordered = sorted(param_indices, key=lambda i: (-numels[i], shapes[i], i))
         planned = []
-        for run in packed_runs(numels, self._limit):
-            alike = []
-            sizes = []
-            for owner in range(size):
-                owned = [turns[t][owner] for t in run if owner < len(turns[t])]
-                sizes.append(rows * sum(map(layout.widths.__getitem__, owned)))
-                alike.append([list(equal) for _, equal in groupby(owned, shapes.__getitem__)])
-            planned.append((alike, sizes))
+        turn = 0  # the owner of the next matrix, modulo the size
+        for _, equal in groupby(ordered, shapes.__getitem__):
+            alike = list(equal)
+            most = max(size, self._limit // numels[alike[0]])
+            for begin in range(0, len(alike), most):
+                part = alike[begin : begin + most]
+                planned.append([part[(owner - turn) % size :: size] for owner in range(size)])
+                turn += len(part)
         return planned
 
     def _exchange(
@@ -107,36 +97,24 @@ class Matrices:
     ) -> None:
         layout = self._layout
         group = self._group
-        by_owner, sizes = batch
-        groups = [alike for owned in by_owner for alike in owned]
-        numels = {
-            param_index: parts[param_index].numel() for alike in groups for param_index in alike
-        }
+        size = group.size
+        owned = batch[group.index]
+        ordered = list(chain.from_iterable(batch))
+        first = ordered[0]
         # Every member sends an owner as much: its part of each matrix of that owner.
-        same = [sizes[group.index]] * group.size
-        sent = torch.cat(
-            [torch.stack(list(map(parts.__getitem__, alike))).flatten() for alike in groups]
-        ).to(self._dtype)
-        received = group.begin("all_to_all", sent, sizes, same).wait().view(group.size, same[0])
-        tables = received.split(
-            [sum(map(numels.__getitem__, alike)) for alike in by_owner[group.index]], dim=1
-        )
-        replies = [received[:, :0]]  # never an empty list
-        for alike, table in zip(by_owner[group.index], tables, strict=True):
-            first = alike[0]
+        sizes = [len(indices) * parts[first].numel() for indices in batch]
+        same = [sizes[group.index]] * size
+        sent = torch.stack([parts[param_index] for param_index in ordered]).to(self._dtype)
+        reply = group.begin("all_to_all", sent.view(-1), sizes, same).wait()
+        if owned:
             # A member's rows interleave with those of the others, as in every shard: see `members`.
-            rows = (
-                table.unflatten(1, (len(alike), *parts[first].shape))
-                .permute(1, 2, 0, 3)
-                .flatten(1, 2)
-            )
-            changed = update(
-                alike, layout.flat_of(rows.flatten(-2), first).unflatten(1, shapes[first]).float()
-            )
+            by_member = reply.view(size, len(owned), *parts[first].shape)
+            rows = by_member.permute(1, 2, 0, 3).flatten(1)
+            whole = layout.flat_of(rows, first).unflatten(1, shapes[first])
+            changed = update(owned, whole.float())
             # Back into shards: row r belongs to member r % size.
-            rows = layout.rows(changed.flatten(1)).unflatten(1, (-1, group.size))
-            replies.append(rows.permute(2, 0, 1, 3).flatten(1))
-        reply = torch.cat(replies, dim=1).to(self._dtype).view(-1)
+            rows = layout.rows(changed.flatten(1)).unflatten(1, (-1, size))
+            reply = rows.permute(2, 0, 1, 3).to(self._dtype).flatten()
         back = group.begin("all_to_all", reply, same, sizes).wait()
-        for param_index, values in zip(numels, back.split([*numels.values()]), strict=True):
-            parts[param_index].copy_(values.view(parts[param_index].shape))
+        for param_index, values in zip(ordered, back.view(sent.shape), strict=True):
+            parts[param_index].copy_(values)
