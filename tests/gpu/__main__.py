@@ -30,13 +30,14 @@ from tests.launching import ROOT
 RECORDS = ROOT / "benchmarks" / "records"
 PATIENCE_S = 1200.0  # of a stand-in
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
-FEW = "large or limited or refuse or codes"
-"""Of the native kernels' tests, those that reach each kernel in little time."""
+FEW = "wave32 and (large or any_number or mixed or uploaded)"
+"""Of the emulated kernels' tests, those that reach each kernel in little time."""
+KERNELS = (*PYTEST, "tests/kernels/test_golden.py", "-k")
 SANITIZER = ("compute-sanitizer", "--error-exitcode", "1", "--kernel-name", "kns=zt_")
 """Only our kernels: with torch's, two tests took more than three minutes."""
-SANITIZED = "refuse or codes_have or roundings or limited or sparse"
+SANITIZED = "native and (codes_have or roundings or limited or sparse)"
 """Of the native kernels' tests, those that run under it."""
-SOME_FORMATS = "(test_operations and (int8/256-bfloat16 or int4/256-bfloat16)) or roundings"
+SOME_FORMATS = "triton and ((operations and bfloat16) or roundings)"
 """Of Triton's tests: each took 18 s on an H100, most of it to compile."""
 
 
@@ -112,17 +113,10 @@ def commands(stage: int, gpu: bool, folder: Path) -> list[Command]:
 
 
 def _kernels(gpu: bool, folder: Path) -> list[Command]:
-    native = (*PYTEST, "tests/kernels/test_native.py")
     times = _module("kernels", str(folder))
     if gpu:
-        return [_module("compiled"), times, Command(native)]
-    emulated = (
-        "tests/kernels/test_gpu_sizes.py",
-        "tests/kernels/test_gpu_codes.py",
-        "-k",
-        "mixed or uploaded",
-    )
-    return [times, Command((*native, "-k", FEW)), Command((*PYTEST, *emulated))]
+        return [_module("compiled"), times, Command((*KERNELS, "native"))]
+    return [times, Command((*KERNELS, FEW, "tests/kernels/test_gpu_sizes.py"))]
 
 
 def _beside(gpu: bool, folder: Path) -> list[Command]:
@@ -154,15 +148,14 @@ def _large(gpu: bool, folder: Path) -> list[Command]:
 
 
 def _rest(gpu: bool, folder: Path) -> list[Command]:
-    triton = (*PYTEST, "tests/kernels/test_triton.py", "-k")
     if not gpu:
-        interpreted = Command((*triton, "large or misaligned"), {"TRITON_INTERPRET": "1"})
+        interpreted = Command((*KERNELS, "large or misaligned"), {"TRITON_INTERPRET": "1"})
         return [
             interpreted,
             _module("one_of_many", "more", str(folder)),
             _module("sparse", str(folder), str(2**16)),
         ]
-    commands = [Command((*triton, SOME_FORMATS)), _module("one_of_many", "more", str(folder))]
+    commands = [Command((*KERNELS, SOME_FORMATS)), _module("one_of_many", "more", str(folder))]
     commands.append(_module("sparse", str(folder), str(2**28)))
     # The order of streams: torch's sanitizer knows them, but not the allocator's reuse of memory.
     ordered = {"TORCH_CUDA_SANITIZER": "1", "ZERO_TOPO_QUANT": "reference"}
@@ -170,8 +163,8 @@ def _rest(gpu: bool, folder: Path) -> list[Command]:
         replace(_module("one_of_many", "checks", str(folder / "sanitizer")), env=ordered)
     )
     if shutil.which("compute-sanitizer"):
-        native = (*PYTEST, "tests/kernels/test_native.py", "-k", SANITIZED)
-        commands.append(Command((*SANITIZER, *native), {"ZERO_TOPO_TEST_SMALL": "1"}))
+        native = (*SANITIZER, *KERNELS, SANITIZED)
+        commands.append(Command(native, {"ZERO_TOPO_TEST_SMALL": "1"}))
     commands.append(_module("sparse", str(folder), str(2**30 + 2**20)))
     return commands
 

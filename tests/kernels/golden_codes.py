@@ -30,7 +30,7 @@ class Served:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(masters: Any, codes: Codes, *arguments: Any) -> Any:
-            with serving(self._backend, codes.stored.device):
+            with serving(self._backend):
                 return getattr(ops, name)(masters, codes, *arguments)
 
         return call
@@ -90,11 +90,11 @@ SINGLE = [single(n) for n in (1, 4, 5, 6, 11, 63, 64, 65, 69, 128, 321)]
 FATES = ("none", "all", "mixed", "first", "last")
 
 
-def check_codes(backend: Any, layout: Layout, fate: str, device: str = "cpu") -> None:
+def check_codes(backend: Operators, layout: Layout, fate: str) -> None:
     """All three operations, on blocks of every kind, of which none, all, some, or one at an end are
     sent whole.
     """
-    case, members, messages, stored = by_the_reference(layout, fate, device)
+    case, members, messages, stored = by_the_reference(layout, fate, backend.device)
     for number, wanted in enumerate(members):
         masters, own = case.masters(number), case.copy()
         check_assessed(backend, masters, own, case, wanted.change)
@@ -153,8 +153,9 @@ def made(case: Case, member: int) -> Made:
     return Made(change, emitted, codes.stored, message)
 
 
-def check_extremes(backend: Any, block: int = 256, device: str = "cpu") -> None:
+def check_extremes(backend: Operators, block: int = 256) -> None:
     """Every byte of a list, every size of a mask; Inf where what a scale fits overflows."""
+    device = backend.device
     case = Case(single(10, block), "none", device)
     case.codes.stored[int(case.codes.param_indices[0, 1]) :][:40].view(torch.float32).fill_(
         2.675e36
@@ -207,14 +208,14 @@ def check_extremes(backend: Any, block: int = 256, device: str = "cpu") -> None:
     )
     check_assessed(backend, masters, case.codes, case, change)
     for add in (0.01, -0.01, torch.inf, torch.nan):
-        check_edited(backend, block, add, device)
+        check_edited(backend, block, add)
 
 
-def check_edited(backend: Any, block: int, add: float, device: str) -> None:
+def check_edited(backend: Operators, block: int, add: float) -> None:
     """Masters change after they were assessed: the message has what becomes of the owner's codes
     all the same.
     """
-    case, ops = Case(single(69, block), "mixed", device), Served(backend)
+    case, ops = Case(single(69, block), "mixed", backend.device), Served(backend)
     owner, replica, expected = case.copy(), case.copy(), case.copy()
     masters, size = case.masters(0), ChangeSpec(block).largest(69)
     change = OPS.assess_changes(masters, owner)
@@ -243,7 +244,7 @@ def empty_change(case: Case) -> Change:
 
 
 def check_assessed(
-    backend: Any, masters: Masters, codes: Codes, case: Case, change: Change
+    backend: Operators, masters: Masters, codes: Codes, case: Case, change: Change
 ) -> None:
     """Scales, counts and, of blocks that are not sent whole, steps are those of a change."""
     made = empty_change(case)
@@ -261,7 +262,7 @@ def message_bytes(codes: Codes, change: Change) -> int:
     return ChangeSpec(codes.block).nbytes(len(change.ends), *change.ends[-1].tolist())
 
 
-def check_far(backend: Any, far: Callable[[int, torch.dtype], Tensor]) -> None:
+def check_far(backend: Operators, far: Callable[[int, torch.dtype], Tensor]) -> None:
     """Parameters, rows of masters and messages over 2^32 bytes apart become what near ones do.
 
     Args:
@@ -304,15 +305,14 @@ def check_far(backend: Any, far: Callable[[int, torch.dtype], Tensor]) -> None:
     assert_same(codes.stored[apart:], near.stored, "what is stored after messages came")
 
 
-def check_large(backend: Any, numel: int, device: str = "cpu") -> None:
+def check_large(backend: Operators, numel: int) -> None:
     """More codes than 32 bits count: wherever blocks lie, they become what the same few do alone.
 
     Args:
         backend: to check.
         numel: of the codes, about; a GPU uses up to a dozen bytes for each.
-        device: where.
     """
-    few, times = 40, numel // (40 * 64)
+    few, times, device = 40, numel // (40 * 64), backend.device
     case, n, ops = Case(single(few), "mixed", device), few * times, Served(backend)
     near, masters = case.copy(), case.masters(0)
     change = OPS.assess_changes(masters, near)
@@ -341,7 +341,7 @@ def check_large(backend: Any, numel: int, device: str = "cpu") -> None:
     assert torch.equal(codes.stored, others.stored)
 
 
-def check_apply(backend: Any, case: Case, messages: Messages) -> None:
+def check_apply(backend: Operators, case: Case, messages: Messages) -> None:
     """All members' messages become codes."""
     codes, own = case.copy(), case.copy()
     REFERENCE.codes_apply(messages, codes)

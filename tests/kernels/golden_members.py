@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +30,7 @@ from tests.kernels.golden import (
     values,
     whole,
 )
-from tests.kernels.operators import REFERENCE
+from tests.kernels.operators import REFERENCE, Operators
 from zero_topo.quant.operands import Messages, View, at_blocks, from_sources, total_numel
 from zero_topo.quant.spec import BlockSpec, Cast
 
@@ -72,7 +71,7 @@ ORDERS = ((0, 1, 2), (1, 2, 0), (0, 2, 1))
 
 
 def arranged(
-    messages: Tensor, spec: Spec, order: Sequence[int], device: str = "cpu"
+    messages: Tensor, spec: Spec, order: Sequence[int], device: str
 ) -> tuple[Tensor, Tensor]:
     """Messages ``[sources, outer, inner, bytes]`` with gaps between them, in this order: a table,
     and its memory.
@@ -90,17 +89,15 @@ def arranged(
     return table, memory
 
 
-def check_members(
-    backend: Any, fmt: Format, device: str = "cpu", members: tuple[int, int] = (2, 3)
-) -> None:
+def check_members(backend: Operators, fmt: Format, members: tuple[int, int] = (2, 3)) -> None:
     """One call for all members: each gets and gives what is its own, wherever it lies, and one is
     left alone.
     """
-    count = math.prod(members)
+    count, device = math.prod(members), backend.device
     for index, (name, pieces) in enumerate(member_layouts(count, fmt)):
         order, without, what = ORDERS[index % 3], (-1, 0, count - 1, 2)[index % 4], f"{fmt} {name}"
-        messages = _quantized(backend, pieces, fmt.spec, members, (order, without, device))
-        same_values(backend, messages.flatten(0, 1).to(device), fmt.spec, pieces, what)
+        messages = _quantized(backend, pieces, fmt.spec, members, (order, without))
+        same_values(backend, messages.flatten(0, 1), fmt.spec, pieces, what)
         table = arranged(messages[None], fmt.spec, order, device)[0]
         same_sums(
             backend, Messages(table, -1, without), fmt.spec, blank(pieces), (1.0, False), what
@@ -121,22 +118,22 @@ def check_members(
 
 
 def _quantized(
-    backend: Any,
+    backend: Operators,
     pieces: Sequence[View],
     spec: Spec,
     members: tuple[int, int],
-    how: tuple[Sequence[int], Any, str],
+    how: tuple[Sequence[int], int],
 ) -> Tensor:
     """Messages ``[outer, inner, bytes]``: the backend's are the reference's, with nothing written
     between them.
     """
-    (order, without, device), nbytes = how, spec.nbytes(total_numel(pieces))
+    (order, without), nbytes = how, spec.nbytes(total_numel(pieces))
     filling = torch.full((1, *members, nbytes), 0x33, dtype=torch.uint8)
     (expected, around), (actual, changed) = (
-        arranged(filling, spec, order, place) for place in ("cpu", device)
+        arranged(filling, spec, order, place) for place in ("cpu", backend.device)
     )
     REFERENCE.quantize(pieces, spec, Messages(expected, -1, without))
-    backend.quantize(on(device, pieces), spec, Messages(actual, -1, without))
+    backend.quantize(on(backend.device, pieces), spec, Messages(actual, -1, without))
     same_bytes(actual, expected, spec, f"quantize members, {order} without {without}")
     made = expected[0].clone()
     expected.zero_(), actual.zero_()
@@ -144,31 +141,31 @@ def _quantized(
     return made
 
 
-def check_many(backend: Any, sources: int, hole: int = -1, device: str = "cpu") -> None:
+def check_many(backend: Operators, sources: int, hole: int = -1) -> None:
     """Any number of messages, side by side, but that one may be left out: the same sums and
     messages.
     """
     numel = 300
     for spec in (BlockSpec("int4"), Cast("bf16")):
         few = messages_of(spec, numel, 5)
-        messages = from_sources(
-            torch.stack([few[i * i % 5] for i in range(sources)]).to(device), hole
-        )
+        table = torch.stack([few[i * i % 5] for i in range(sources)])
+        messages = from_sources(table.to(backend.device), hole)
         what = f"{sources} messages without {hole}"
         same_sums(backend, messages, spec, [whole(torch.full((numel,), 2.5))], (1 / 3, True), what)
         same_again(backend, messages, spec, spec, (numel, 1 / 3), what)
 
 
-def check_many_pieces(backend: Any, count: int, device: str = "cpu") -> None:
-    """Any number of pieces in a message, of two members."""
-    flat = calm(20 * count, torch.float32).to(device)
+def check_many_pieces(backend: Operators, count: int) -> None:
+    """Any number of pieces in a message, of two members; some are empty."""
+    flat = calm(20 * count, torch.float32)
     pieces = [View(flat[20 * i : 20 * i + 19], 2, 1 + i % 4, 5, 2, 10) for i in range(count)]
+    pieces[5:5] = [View(torch.empty(0), 0, 3, 3, 2, 0)] * 9
     for spec in (BlockSpec("int8"), Cast("bf16")):
-        messages = same_message(backend, pieces, spec, device, f"{count} pieces")
-        same_values(backend, messages.to(device), spec, pieces, f"{count} pieces")
+        messages = same_message(backend, pieces, spec, f"{count} pieces")
+        same_values(backend, messages, spec, pieces, f"{count} pieces")
 
 
-def check_many_members(backend: Any, members: int, device: str = "cpu") -> None:
+def check_many_members(backend: Operators, members: int) -> None:
     """Any number of members."""
     flat = calm(2 * 70 * members - 9, torch.bfloat16)
     pieces = [
@@ -176,11 +173,7 @@ def check_many_members(backend: Any, members: int, device: str = "cpu") -> None:
         View(flat, 1, 5, 5, members, 5),
     ]
     for spec in (BlockSpec("int4"), Cast("fp32")):
-        messages = (
-            same_message(backend, pieces, spec, device, f"{members} members")
-            .view(members, -1)
-            .to(device)
-        )
+        messages = same_message(backend, pieces, spec, f"{members} members").view(members, -1)
         same_values(backend, messages, spec, pieces[:1] + blank(pieces[1:]), f"{members} members")
 
 
@@ -192,7 +185,7 @@ FAR_CASES = [
 ]
 
 
-def check_far(backend: Any, spec: Spec, columns: int, present: int | None) -> None:
+def check_far(backend: Operators, spec: Spec, columns: int, present: int | None) -> None:
     """Rows and members over 2^31 values apart, and messages over 2^31 bytes: read and written where
     they lie.
 

@@ -9,7 +9,6 @@ them.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import shutil
 import subprocess
@@ -21,12 +20,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import pytest
 import torch
 from torch.utils import cpp_extension
 
 from op_builder import jit
-from tests.kernels.operators import Operators
 
 LIBRARY = "libzt_gpu.so"
 BULKY = ("*.ii", "*.cui", "*.bc", "*.cudafe*", "*.fatbin*")
@@ -55,28 +52,6 @@ class Settings:
 PLAIN = Settings(wave=32)
 OTHER = Settings(wave=64, descending=True, most_blocks=3, shared_tiles=1)
 """As far from the first as can be: what a kernel computes must not depend on any of these."""
-BOTH = [pytest.param(PLAIN, id="wave32"), pytest.param(OTHER, id="wave64")]
-
-
-@dataclass(frozen=True)
-class Emulated:
-    """The module ``bound`` as a backend; called with the settings of the emulated GPU, which all
-    calls share.
-
-    Attributes:
-        module: the loaded module.
-        kernels: its operators.
-    """
-
-    module: ModuleType
-    kernels: Operators
-
-    def __call__(self, s: Settings = PLAIN) -> Operators:
-        """Configure the emulated GPU for the calls that follow."""
-        configure = ctypes.CDLL(self.module.__file__).zt_emulation_configure
-        numbers = (ctypes.c_int64(n) for n in (s.most_blocks, s.first_block, s.shared_tiles))
-        configure(s.wave, int(s.descending), *numbers)
-        return self.kernels
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,17 @@ class Operators:
 
     Args:
         kernels: a backend in Python; None is whatever serves the device of the arguments.
+        device: where its tensors are.
+
+    Attributes:
+        name: in ``backends.py``.
     """
 
-    def __init__(self, kernels: ModuleType | None = None) -> None:
+    name = ""
+
+    def __init__(self, kernels: ModuleType | None = None, device: str = "cpu") -> None:
         self.kernels = kernels
+        self.device = device
 
     def _kernel(self, name: str) -> Any:
         return getattr(OPS, name).default if self.kernels is None else getattr(self.kernels, name)
@@ -88,12 +95,12 @@ REFERENCE = Operators(reference)
 
 
 @contextmanager
-def serving(backend: Operators, device: torch.device | str = "cpu") -> Iterator[None]:
-    """Within it a backend of the golden suite serves a device."""
+def serving(backend: Operators) -> Iterator[None]:
+    """Within it a backend of the golden suite serves its device."""
     if backend.kernels is None:
         yield
         return
-    device = torch.device(device)
+    device = torch.device(backend.device)
     before = operators.use("reference", device)
     withdraw = operators._serve_python(backend.kernels, device.type.upper())
     try:

@@ -1,85 +1,26 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The CPU kernels give the reference's bits, at every instruction set that this processor has."""
+"""What the CPU kernels alone may do wrong, at each instruction set: roundings of every value, and
+results that go past the caches.
+"""
 
 from __future__ import annotations
-
-from types import ModuleType
 
 import pytest
 import torch
 
-from tests.kernels import golden, golden_members
-from tests.kernels.operators import Operators, limited
+from tests.kernels import golden
+from tests.kernels.backends import CPU, SPLIT
+from tests.kernels.operators import Operators
 from zero_topo.quant.operands import DTYPES, FLOATS, View, to_members
 from zero_topo.quant.spec import NF4, BlockSpec, Cast
 
 NAN_BITS = {torch.float32: 0x7FC00000, torch.float16: 0x7E00, torch.bfloat16: 0x7FC0}
+whole = pytest.mark.parametrize("backend", CPU, indirect=True)
+split = pytest.mark.parametrize("backend", SPLIT, indirect=True)
 
 
-@pytest.mark.parametrize("fmt", golden.FEW_FORMATS, ids=str)
-def test_operations(whole: Operators, fmt: golden.Format) -> None:
-    """Messages, padding included, of every size and layout; values, and nothing besides them; sums
-    of up to eight.
-    """
-    golden.check_operations(whole, fmt)
-
-
-@pytest.mark.parametrize("spec", golden.SPECS, ids=str)
-def test_requantize(whole: Operators, spec: BlockSpec) -> None:
-    """Messages of sums, to the same and to other bits."""
-    golden.check_requantize(whole, spec)
-
-
-@pytest.mark.parametrize("fmt", golden.CAST_FORMATS, ids=str)
-def test_casts(module: ModuleType, level: int, fmt: golden.Format) -> None:
-    """Values that are sent as floats, from and to every dtype, alone and summed."""
-    with limited(module, level) as whole:
-        golden.check_operations(whole, fmt, sources=(1, 2, 5))
-    with limited(module, level, values=64, threads=4) as split:
-        golden.check_operations(split, fmt, sources=(1, 2))
-        golden.check_requantize(split, fmt.spec)
-
-
-MEMBERS = [*[f for f in golden.FEW_FORMATS if f.spec.block_size != 256], *golden.CAST_FORMATS]
-
-
-@pytest.mark.parametrize("fmt", MEMBERS, ids=str)
-def test_members(module: ModuleType, level: int, fmt: golden.Format) -> None:
-    """All members in one call, or the blocks of all split among calls; tables of one and of two
-    levels.
-    """
-    with limited(module, level) as whole:
-        golden_members.check_members(whole, fmt)
-    with limited(module, level, values=64, threads=4) as split:
-        golden_members.check_members(split, fmt, members=(5, 1))
-
-
-def test_more_than_a_few(split: Operators) -> None:
-    """Sources, pieces and members."""
-    golden_members.check_many(split, 129, 0)
-    golden_members.check_many_pieces(split, 65)
-    golden_members.check_many_members(split, 100)
-
-
-def test_sparse(module: ModuleType, level: int) -> None:
-    """Masks to bits and back, selections above a threshold, count sketches and their inverse; by
-    one thread and several.
-    """
-    for work in ({}, {"values": 64, "threads": 4}):
-        with limited(module, level, **work) as kernels:
-            golden.check_sparse(kernels)
-
-
-@pytest.mark.parametrize(
-    "fmt", [f for f in golden.FORMATS if f.spec.block_size in (128, 512, 1024)][::5], ids=str
-)
-def test_split_work(split: Operators, fmt: golden.Format) -> None:
-    """Any split of the blocks among calls, in any order, gives the same bytes."""
-    golden.check_operations(split, fmt, sources=(1, 2))
-    golden.check_requantize(split, fmt.spec, sources=(3,))
-
-
-def test_nf4_at_the_middle_of_two_levels(split: Operators) -> None:
+@split
+def test_nf4_at_the_middle_of_two_levels(backend: Operators) -> None:
     """The lower level, in every dtype; the upper one from the next number on. So too at the ends,
     which scales that are rounded down leave above 128.
     """
@@ -94,11 +35,12 @@ def test_nf4_at_the_middle_of_two_levels(split: Operators) -> None:
         for scale in (1.0, 1.25, 1.5, 1.75):
             for largest in (127.0, 142.0):
                 block = torch.cat([near, torch.tensor([largest, -largest], dtype=dtype)]) * scale
-                golden.same_message(split, [View(block.to(dtype), 1, 64, 64)], NF4)
+                golden.same_message(backend, [View(block.to(dtype), 1, 64, 64)], NF4)
 
 
+@split
 @pytest.mark.parametrize("exponent", [-43, 0, 20], ids="2^{}".format)
-def test_nf4_of_every_bf16(split: Operators, exponent: int) -> None:
+def test_nf4_of_every_bf16(backend: Operators, exponent: int) -> None:
     """Each number up to a block's largest, for each mantissa of a scale: the smallest scales, those
     near one, and the largest.
     """
@@ -110,7 +52,7 @@ def test_nf4_of_every_bf16(split: Operators, exponent: int) -> None:
             numbers = numbers[: len(numbers) // 63 * 63].view(-1, 63)
             blocks = torch.cat([numbers, largest.expand(len(numbers), 1)], dim=1).contiguous()
             numel = blocks.numel()
-            golden.same_message(split, [View(blocks.view(-1), 1, numel, numel)], NF4)
+            golden.same_message(backend, [View(blocks.view(-1), 1, numel, numel)], NF4)
 
 
 LARGE = [
@@ -120,23 +62,25 @@ LARGE = [
 ]
 
 
+@split
 @pytest.mark.parametrize(
     ("dtype", "spec", "shape"), [case[1:] for case in LARGE], ids=[case[0] for case in LARGE]
 )
 def test_millions(
-    split: Operators, dtype: torch.dtype, spec: BlockSpec, shape: tuple[int, int, int]
+    backend: Operators, dtype: torch.dtype, spec: BlockSpec, shape: tuple[int, int, int]
 ) -> None:
     """Several million elements, where results go past the caches; the last row ends early."""
     rows, columns, stride = shape
     limit = rows * stride - (stride - columns) - columns // 2
     source = golden.calm(limit, dtype)
-    message = golden.same_message(split, [View(source, rows, columns, stride)], spec)
+    message = golden.same_message(backend, [View(source, rows, columns, stride)], spec)
     stored = View(torch.full_like(source, 3.25), rows, columns, stride)
-    golden.same_sums(split, torch.stack([message] * 2), spec, [stored], (0.5, True))
+    golden.same_sums(backend, torch.stack([message] * 2), spec, [stored], (0.5, True))
 
 
+@split
 @pytest.mark.parametrize("fmt", golden.CAST_FORMATS[::2], ids=str)
-def test_millions_of_casts(split: Operators, fmt: golden.Format) -> None:
+def test_millions_of_casts(backend: Operators, fmt: golden.Format) -> None:
     """So many that results go past the caches, from and to addresses that are no multiple of a
     cache line's; rows that are short, long, filled up and end early, of two members.
     """
@@ -147,18 +91,19 @@ def test_millions_of_casts(split: Operators, fmt: golden.Format) -> None:
         [View(wide, 25_001, 47, 100, 2, 51, present=45), golden.whole(torch.ones(2, 1, 3))],
     ]
     for pieces in layouts:
-        message = golden.same_message(split, pieces, fmt.spec).view(pieces[0].members, -1)
+        message = golden.same_message(backend, pieces, fmt.spec).view(pieces[0].members, -1)
         apart = torch.zeros(2, message.numel() + 2, dtype=torch.uint8)[:, 2:].view(
             2, *message.shape
         )
-        golden.same_values(split, apart[0].copy_(message), fmt.spec, pieces)
+        golden.same_values(backend, apart[0].copy_(message), fmt.spec, pieces)
         apart[1].copy_(message)
-        golden.same_sums(split, apart, fmt.spec, golden.blank(pieces), (0.5, True))
+        golden.same_sums(backend, apart, fmt.spec, golden.blank(pieces), (0.5, True))
 
 
+@whole
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("bits", [8, 4])
-def test_overflow_is_one_nan(whole: Operators, dtype: torch.dtype, bits: int) -> None:
+def test_overflow_is_one_nan(backend: Operators, dtype: torch.dtype, bits: int) -> None:
     """A block with Inf inside becomes NaN of the same bits at every level (the golden suite accepts
     any NaN).
     """
@@ -166,16 +111,17 @@ def test_overflow_is_one_nan(whole: Operators, dtype: torch.dtype, bits: int) ->
     x = torch.ones(70)
     x[3] = torch.inf
     message = torch.empty(spec.nbytes(70), dtype=torch.uint8)
-    whole.quantize([golden.whole(x)], spec, to_members(message))
+    backend.quantize([golden.whole(x)], spec, to_members(message))
     out = torch.zeros(70, dtype=dtype)
-    whole.dequantize_reduce(to_members(message), spec, [golden.whole(out)])
+    backend.dequantize_reduce(to_members(message), spec, [golden.whole(out)])
     found = out[:64].view(torch.int32 if dtype == torch.float32 else torch.int16)
     assert set(found.tolist()) == {NAN_BITS[dtype]}
     assert out[64:].float().tolist() == [1.0] * 6
 
 
+@whole
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_every_half_rounds_as_the_reference(whole: Operators, dtype: torch.dtype) -> None:
+def test_every_half_rounds_as_the_reference(backend: Operators, dtype: torch.dtype) -> None:
     """Output roundings at all exponents: each scale of either sign, times each INT8 value, denormal
     results too.
     """
@@ -185,13 +131,14 @@ def test_every_half_rounds_as_the_reference(whole: Operators, dtype: torch.dtype
     message = torch.arange(spec.nbytes(numel)).to(torch.uint8)
     offset = spec.scales_offset(numel)
     message[offset : offset + 4 * scales.numel()].view(torch.float32).copy_(scales)
-    golden.same_values(whole, message, spec, [golden.whole(torch.zeros(numel, dtype=dtype))])
+    golden.same_values(backend, message, spec, [golden.whole(torch.zeros(numel, dtype=dtype))])
 
 
+@whole
 @pytest.mark.parametrize("wire", DTYPES)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_every_half_is_cast_as_the_reference_does(
-    whole: Operators, dtype: torch.dtype, wire: str
+    backend: Operators, dtype: torch.dtype, wire: str
 ) -> None:
     """All FP16 and BF16 there are; FP32 on either side of every place where rounding to them
     changes.
@@ -209,4 +156,6 @@ def test_every_half_is_cast_as_the_reference_does(
             [places - 0x1000, *(places + off for off in range(-1, 2)), places + 0x1000]
         ).view(torch.float32)
     pieces = [golden.whole(x)]
-    golden.same_values(whole, golden.same_message(whole, pieces, Cast(wire)), Cast(wire), pieces)
+    golden.same_values(
+        backend, golden.same_message(backend, pieces, Cast(wire)), Cast(wire), pieces
+    )

@@ -1,11 +1,10 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The GPU kernels, emulated, give the reference's bits for members, messages and pieces of any
-number and place.
+"""What the GPU kernels alone may do wrong, emulated: rows, alignments and tables of any number and
+place; whatever the device knows and the host does not.
 """
 
 from __future__ import annotations
 
-import math
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -14,161 +13,43 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.kernels import golden, golden_members
-from tests.kernels.gpu_library import BOTH, OTHER, PLAIN, Emulated, Settings
-from tests.kernels.operators import REFERENCE
-from tests.kernels.test_cpu_malformed import (
-    DAMAGES,
-    FUNCTIONS,
-    check_one_wrong_argument,
-    check_what_does_not_fit,
+from tests.kernels import golden
+from tests.kernels.backends import FencedMemory, configure, gpu_module
+from tests.kernels.golden_codes import (
+    FILLING,
+    OPS,
+    Case,
+    assert_same,
+    check_assessed,
+    ragged,
+    single,
 )
-from tests.marks import late
-from tests.plans import NEOX
-from zero_topo.quant.operands import FLOATS, Messages, View, from_sources, to_members
-from zero_topo.quant.spec import BlockSpec, Cast
+from tests.kernels.gpu_library import Settings
+from tests.kernels.operators import REFERENCE, Operators
+from zero_topo.quant.operands import FLOATS, Masters, Messages, View, to_members
+from zero_topo.quant.spec import BlockSpec, Cast, ChangeSpec
 
-CASTS = [Cast(name) for name in ("fp32", "fp16", "bf16")]
-SOME = [*golden.GPU_FORMATS[::2], *golden.CAST_FORMATS[::2]]
-
-MANY = [(1, -1), (2, -1), (4, 1), (129, -1), (130, 0), (130, 77), (130, 129), (9408, 5000)]
-"""Messages to be summed, and which of them is left out."""
+emulated = pytest.mark.parametrize("backend", ["wave32"], indirect=True)
+other = pytest.mark.parametrize("backend", ["wave64"], indirect=True)
 
 
-@pytest.mark.parametrize("chosen", BOTH)
-@pytest.mark.parametrize("fmt", SOME, ids=str)
-def test_members(emulated: Emulated, chosen: Settings, fmt: golden.Format) -> None:
-    """One launch serves all members, wherever their pieces and messages lie; the one left out is
-    left alone.
-    """
-    golden_members.check_members(emulated(chosen), fmt)
-
-
-@pytest.mark.parametrize(("sources", "hole"), MANY)
-def test_many_messages(emulated: Emulated, sources: int, hole: int) -> None:
-    """9,408 nodes may send, this rank's own message left out among theirs."""
-    golden_members.check_many(emulated(), sources, hole)
-
-
-@pytest.mark.parametrize("count", [64, 65, 5000])
-def test_many_pieces(emulated: Emulated, count: int) -> None:
-    """Views that are sent with a launch, and those of which a table lies in device memory."""
-    golden_members.check_many_pieces(emulated(OTHER), count)
-
-
-def test_empty_pieces_take_no_place(emulated: Emulated) -> None:
-    """Among many, in a table."""
-    parts = [golden.whole(golden.calm(5 + i, torch.float32)) for i in range(64)]
-    parts[5:5] = [View(torch.empty(0), 0, 3, 3)] * 9
-    golden.same_message(emulated(), parts, BlockSpec("int4"))
-
-
-@pytest.mark.parametrize("members", [1000, late(75_264)])
-def test_many_members(emulated: Emulated, members: int) -> None:
-    """A launch for as many ranks as there are: their blocks, one after the other, are those of one
-    long message.
-    """
-    spec, x = BlockSpec("int8"), golden.calm(256 * members, torch.bfloat16)
-    made = torch.full((members, spec.nbytes(256)), 0x5A, dtype=torch.uint8)
-    pieces, backend = [View(x, 1, 256, 256, members, 256)], emulated()
-    backend.quantize(pieces, spec, to_members(made))
-    long = torch.empty(1, spec.nbytes(x.numel()), dtype=torch.uint8)
-    REFERENCE.quantize([golden.whole(x)], spec, to_members(long))
-    assert torch.equal(made[:, :256], long[0, : 256 * members].view(members, 256))
-    scales = long[0, spec.scales_offset(x.numel()) :][: 4 * members]
-    assert torch.equal(made[:, 256:260], scales.view(members, 4))
-    assert not made[:, 260:].any()
-    expected, back = torch.empty_like(x), torch.empty_like(x)
-    REFERENCE.dequantize_reduce(to_members(long), spec, [golden.whole(expected)])
-    backend.dequantize_reduce(to_members(made), spec, [replace(pieces[0], flat=back)])
-    assert torch.equal(back, expected)
-
-
-COLUMNS = st.sampled_from([1, 3, 8, 16, 40, 64, 129, 256, 700, 1029, 2051, 2560, 5120])
-SPECS = st.sampled_from([*golden.SERVED, Cast("bf16")])
-
-
-@st.composite
-def pieces_anywhere(draw: st.DrawFn) -> list[View]:
-    """Some pieces of any shape, dtype, alignment, filling and missing end; most of them aligned."""
-    members, made = draw(st.integers(1, 3)), []
-    dtypes = st.sampled_from(draw(st.sampled_from([FLOATS, *zip(FLOATS)])))
-    offsets = draw(st.sampled_from([st.just(0), st.integers(0, 8)]))
-    for _ in range(draw(st.integers(1, 4))):
-        rows, width = draw(st.integers(1, 4)), draw(COLUMNS)
-        alongside = draw(st.booleans())
-        stride = (members * width if alongside else width) + draw(st.sampled_from([0, 1, 8, 100]))
-        step = width if alongside else rows * stride + draw(offsets)
-        extent, offset = (members - 1) * step + (rows - 1) * stride + width, draw(offsets)
-        flat = golden.values(
-            offset + draw(st.sampled_from([extent, 2 * extent, extent // 2])), draw(dtypes)
-        )
-        columns = width + draw(st.sampled_from([0, 0, 1, 64]))
-        made.append(View(flat[offset:], rows, columns, stride, members, step, width))
-    return made
-
-
-SOURCES = st.sampled_from([(1, -1), (2, 0), (3, 1), (7, -1), (8, -1), (9, 5), (17, 11), (18, -1)])
-"""Messages that are summed, and which of them is left out."""
-
-
-@given(
-    pieces=pieces_anywhere(),
-    spec=SPECS,
-    chosen=st.sampled_from([PLAIN, OTHER]),
-    sources=SOURCES,
-    how=st.tuples(st.sampled_from([1.0, 0.3]), st.booleans()),
-)
-def test_pieces_anywhere(
-    emulated: Emulated,
-    pieces: list[View],
-    spec: golden.Spec,
-    chosen: Settings,
-    sources: tuple[int, int],
-    how: tuple[float, bool],
-) -> None:
-    """Whatever the pieces: they are read, written and added to where they lie and nowhere else."""
-    backend = emulated(chosen)
-    message = golden.same_message(backend, pieces, spec).view(pieces[0].members, -1)
-    stored = [replace(p, flat=p.flat.nan_to_num(0.5)) for p in pieces]
-    count, hole = sources
-    few = golden.messages_of(spec, golden.total_numel(pieces), 4)
-    table = torch.stack([few[i % 4].expand_as(message) for i in range(count)])
-    table[-1] = message
-    golden.same_sums(backend, from_sources(table, hole), spec, stored, how)
-
-
+@other
 @pytest.mark.parametrize("spec", [*golden.SERVED, Cast("bf16")], ids=str)
-def test_rows_of_many_blocks(emulated: Emulated, spec: golden.Spec) -> None:
+def test_rows_of_many_blocks(backend: Operators, spec: golden.Spec) -> None:
     """A lane has one block of a row after the other, of which the last one ends in the row."""
     pieces = [View(golden.calm(40 * 2608, torch.bfloat16), 40, 2600, 2608)]
-    message = golden.same_message(emulated(OTHER), pieces, spec)
+    message = golden.same_message(backend, pieces, spec)
     for sources in (1, 9):
-        golden.same_sums(
-            emulated(OTHER), message[None].expand(sources, -1), spec, pieces, (1.0, False)
-        )
+        golden.same_sums(backend, message[None].expand(sources, -1), spec, pieces, (1.0, False))
 
 
-def test_a_20b_step_on_384_ranks_has_aligned_rows() -> None:
-    """Shards of all parameters are rows of whole units, which aligned tensors keep aligned; all but
-    their last blocks take the kernels' fast path. A width of 2,048 has rows of 10,923 values.
-    """
-    shares = []
-    for hidden in (6144, 2048):
-        shapes = replace(NEOX, hidden=hidden, intermediate=4 * hidden).shapes()
-        rows = [-(-math.prod(shape) // 384) for shape in shapes]
-        even = sum(row // 256 * 256 for row in rows if row % 8 == 0)
-        shares.append(even / sum(rows))
-    assert shares[0] > 0.999 and shares[1] < 0.25
-
-
+@emulated
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_every_alignment(emulated: Emulated, dtype: torch.dtype) -> None:
+def test_every_alignment(backend: Operators, dtype: torch.dtype) -> None:
     """Runs longer than any block, at each multiple of an element's size, read, written and added
     to.
     """
-    backend = emulated()
-    specs = [*golden.SERVED, *CASTS]
+    specs = [*golden.SERVED, *golden.CASTS]
     for offset in range(9):
         pieces = [View(golden.calm(4200 + offset, dtype)[offset:], 1, 4200, 4200)]
         for spec in specs:
@@ -178,13 +59,14 @@ def test_every_alignment(emulated: Emulated, dtype: torch.dtype) -> None:
             )
 
 
+@other
 @pytest.mark.parametrize("width", [1023, 1029])
-@pytest.mark.parametrize("spec", CASTS, ids=str)
-def test_cast_messages_of_every_alignment(emulated: Emulated, spec: Cast, width: int) -> None:
+@pytest.mark.parametrize("spec", golden.CASTS, ids=str)
+def test_cast_messages_of_every_alignment(backend: Operators, spec: Cast, width: int) -> None:
     """Of 9 members side by side every one begins elsewhere in a word of 16 bytes, and ends in a
     chunk of its own.
     """
-    backend, x, third = emulated(OTHER), golden.calm(9 * width, torch.float32), width // 3
+    x, third = golden.calm(9 * width, torch.float32), width // 3
     messages = golden.same_message(backend, [View(x, 1, width, width, 9, width)], spec)
     golden.same_sums(
         backend,
@@ -203,35 +85,29 @@ def test_cast_messages_of_every_alignment(emulated: Emulated, spec: Cast, width:
     assert torch.equal(made[1, 3:], made[0, 3:])
 
 
-def test_tables_are_uploaded_once_for_a_layout(emulated: Emulated) -> None:
+@emulated
+def test_tables_are_uploaded_once_for_a_layout(backend: Operators) -> None:
     """Pieces that lie where they lay before need no upload; few tables are kept, and an old one is
     made again.
     """
-    spec, x, count = BlockSpec("int8"), golden.calm(400, torch.bfloat16), emulated.module.tables
+    spec, x, count = BlockSpec("int8"), golden.calm(400, torch.bfloat16), gpu_module().tables
     before = count()
     layouts = [[View(x[i:], 1, 1, 1)] * 65 for i in range(300)]
     for pieces in (layouts[0][:64], layouts[0], layouts[0], layouts[1], layouts[0]):
-        golden.same_message(emulated(), pieces, spec)
+        golden.same_message(backend, pieces, spec)
     assert count() == before + 2
     for pieces in (*layouts, layouts[0]):
-        golden.same_message(emulated(), pieces, spec)
+        golden.same_message(backend, pieces, spec)
     assert count() == 256
 
 
-@pytest.mark.parametrize("case", golden_members.FAR_CASES, ids=str)
-def test_places_beyond_32_bits(
-    emulated: Emulated, case: tuple[golden.Spec, int, int | None]
-) -> None:
-    """Rows, members and messages that far apart are found, read and written."""
-    golden_members.check_far(emulated(), *case)
-
-
+@emulated
 @pytest.mark.parametrize("spec", [BlockSpec("int8"), Cast("bf16")], ids=str)
 @pytest.mark.parametrize(
     ("members", "rows", "columns"), [(75_264, 1, 2**24), (1, 2**13, 2**20)], ids=["members", "rows"]
 )
 def test_members_and_rows_beyond_32_bits(
-    emulated: Emulated, spec: golden.Spec, members: int, rows: int, columns: int
+    backend: Operators, spec: golden.Spec, members: int, rows: int, columns: int
 ) -> None:
     """The last of over 2^32 blocks, and of over 2^32 values in rows that are apart: but one thread
     block is run.
@@ -247,7 +123,7 @@ def test_members_and_rows_beyond_32_bits(
     )
     x[-tile:] = golden.calm(tile, torch.bfloat16)
     last = Settings(most_blocks=2**31, shared_tiles=2**40)
-    backend = emulated(replace(last, first_block=members * numel // tile - 1))
+    configure(replace(last, first_block=members * numel // tile - 1))
     backend.quantize([piece], spec, out)
     expected = torch.empty(spec.nbytes(tile), dtype=torch.uint8)
     REFERENCE.quantize([golden.whole(x[-tile:])], spec, to_members(expected))
@@ -262,38 +138,22 @@ def test_members_and_rows_beyond_32_bits(
     wanted = torch.empty(tile, dtype=torch.bfloat16)
     REFERENCE.dequantize_reduce(to_members(expected), spec, [golden.whole(wanted)])
     x[-tile:] = 0
-    backend = emulated(replace(last, first_block=members * numel // summed - 1))
+    configure(replace(last, first_block=members * numel // summed - 1))
     backend.dequantize_reduce(out, spec, [piece])
+    configure()
     golden.assert_same(x[-tile:], wanted, "dequantize")
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-@given(data=st.data())
-def test_one_wrong_argument_is_refused(emulated: Emulated, name: str, data: st.DataObject) -> None:
-    """Without a launch, and no byte changes."""
-    emulated()
-    check_one_wrong_argument(name, data, DAMAGES)
-
-
-def test_what_does_not_fit_together_is_refused(emulated: Emulated) -> None:
-    """Specifications, members, sources and dtypes; a sketch of two rows."""
-    kernels, x = emulated(), torch.ones(300)
-    check_what_does_not_fit()
-    with pytest.raises(RuntimeError, match="dtype is none of"):
-        kernels.count_above(x.double(), 1.0)
-    with pytest.raises(RuntimeError, match="a size is negative"):
-        kernels.sketch_insert(x[None], 1, torch.zeros(1, 2, 1024))
-
-
+@emulated
 @pytest.mark.parametrize(
     ("spec", "least"), [(BlockSpec("int8", 256), 16), (Cast("fp32"), 4), (Cast("bf16"), 2)], ids=str
 )
-def test_misaligned_messages_are_refused(emulated: Emulated, spec: golden.Spec, least: int) -> None:
+def test_misaligned_messages_are_refused(backend: Operators, spec: golden.Spec, least: int) -> None:
     """Messages begin at multiples of 16 bytes, casts at those of a value's size: each of them, but
     one left out.
     """
     kernels, size, pieces = (
-        emulated(),
+        backend,
         spec.nbytes(300),
         [View(torch.ones(600), 1, 300, 300, 2, 300)],
     )
@@ -315,3 +175,77 @@ def test_misaligned_messages_are_refused(emulated: Emulated, spec: golden.Spec, 
                 pytest.raises(RuntimeError, match="does not begin at") if refused else nullcontext()
             ):
                 kernels.dequantize_reduce(Messages(table), spec, pieces)
+
+
+@other
+@pytest.mark.parametrize("spec", golden.SERVED, ids=str)
+def test_padding_of_messages_does_not_count(backend: Operators, spec: BlockSpec) -> None:
+    """Whatever lies behind the last value of a message: the padding of the message of the sum
+    stands for zeros.
+    """
+    blocks = 16384 // spec.block_size
+    numel = blocks * spec.block_size + 3
+    messages = golden.messages_of(spec, numel, 3)[1:]
+    for message in messages:
+        message[numel * spec.bits // 8 + 1 : (blocks + 1) * spec.block_bytes] = 0x77
+    golden.same_again(backend, messages, spec, spec, (numel, 1.0))
+
+
+# -- INT8 weights ----------------------------------------------------------------------------------
+
+ENDS = st.lists(st.sampled_from([0, 1, 36, 37, 2**31, 2**32 - 1]), min_size=24, max_size=24)
+
+
+@emulated
+@given(seed=st.integers(0, 2**40), ends=ENDS)
+def test_no_message_reaches_beyond(backend: Operators, seed: int, ends: list[int]) -> None:
+    """Whatever bytes came: nothing behind a message is read, and of what is stored only the
+    members' part is written.
+    """
+    case, generator = Case(ragged(64), "mixed", "cpu"), torch.Generator().manual_seed(seed)
+    n, spec = case.codes.blocks, ChangeSpec(64)
+    nbytes, size = spec.nbytes(n, seed % (n + 1), 0), case.codes.stored.numel()
+    table = FencedMemory(at_end=True).tensor(6 * nbytes, torch.uint8).view(1, 2, 3, nbytes)
+    table.random_(0, 256, generator=generator)
+    table[..., :16].view(torch.int32).copy_(torch.tensor(ends).to(torch.int32).view(1, 2, 3, 4))
+    table[..., spec.offsets(n).counts : spec.offsets(n).scales] &= [0, 7, 63, 255][seed % 4]
+    stored = case.copy()
+    backend.codes_apply(Messages(table, without_member=4), stored)
+    wholes = torch.zeros(1, 2, 3, spec.largest(n), dtype=torch.uint8)
+    wholes[..., spec.offsets(n).counts : spec.offsets(n).scales] = 255
+    may = stored._replace(stored=torch.full((size,), FILLING, dtype=torch.uint8))
+    REFERENCE.codes_apply(Messages(wholes, without_member=4), may)
+    wrong = (stored.stored != case.codes.stored) & (may.stored == FILLING)
+    assert not wrong.any(), f"written at {wrong.nonzero().view(-1).tolist()}"
+
+
+@emulated
+def test_a_message_without_room_is_not_written(backend: Operators) -> None:
+    """One that is too small for its changes leaves codes and message as they were: sizes are known
+    on the device.
+    """
+    case = Case(single(40), "mixed", "cpu")
+    stored, masters = case.copy(), case.masters(0)
+    change = OPS.assess_changes(masters, stored)
+    count, size = change.ends[-1].tolist()
+    room = ChangeSpec(64).offsets(40, count).changes + size - 1
+    message = torch.full((room,), FILLING, dtype=torch.uint8)
+    backend.codes_emit(masters, stored, change, message)
+    assert_same(stored.stored, case.codes.stored, "what is stored")
+    assert bool((message == FILLING).all())
+
+
+@emulated
+@pytest.mark.parametrize("cut", [(0, 70), (0, 640), (33, 640)], ids=str)
+def test_masters_that_are_not_there_are_zero(backend: Operators, cut: tuple[int, int]) -> None:
+    """Parameters are known on the device: columns that a table lacks, on either side, are not
+    read.
+    """
+    case, (first, past) = Case(single(10), "mixed", "cpu"), cut
+    whole = case.masters(0)
+    there = FencedMemory(at_end=True).tensor(past - first, torch.float32)[None]
+    there.copy_(whole.table[:, first:past])
+    whole.table[:, : 64 if first else 0] = 0.0  # a block that does not begin in the table
+    whole.table[:, past:] = 0.0
+    change = OPS.assess_changes(whole, case.codes)
+    check_assessed(backend, Masters(there, whole.first + first, 0), case.codes, case, change)
