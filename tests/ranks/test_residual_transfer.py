@@ -30,7 +30,8 @@ from tests.ranks.sync_cases import (
 )
 from tests.ranks.worlds import PLAIN, World, owned, residual_table, shuffled, synced, world
 from zero_topo.cli import main
-from zero_topo.engine.residual_transfer import FILE, STATE_KEY, age_rows, carried, carry, restore
+from zero_topo.cli.residuals import carry
+from zero_topo.engine.residual_transfer import FILE, STATE_KEY, age_rows, carried, restore
 from zero_topo.engine.shards import Layout
 from zero_topo.topology.model import Topology
 from zero_topo.topology.presets import emulated

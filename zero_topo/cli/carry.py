@@ -23,8 +23,8 @@ def carry(
     ],
 ) -> None:
     """Copy residuals of sparse sync into a universal checkpoint. They are summed over the ranks."""
+    from zero_topo.cli.residuals import carry as write
     from zero_topo.engine.residual_transfer import FILE
-    from zero_topo.engine.residual_transfer import carry as write
 
     residuals, ages = write(saved, universal)
     with_ages = ", with their ages" if ages else ""

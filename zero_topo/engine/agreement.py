@@ -200,11 +200,11 @@ def all_can(
     Returns:
         The same message on every rank, naming a rank that cannot continue or reports other values.
     """
-    reported = facts if problem is None else {"refused": problem}
     try:
-        if groups:  # all ranks of one group may refuse with equal words: the others must learn it
-            agree({} if problem is None else reported, device, way_out)
-        agree(reported, device, way_out, groups=groups)
+        # Of all ranks: those of one group may refuse with equal words, which the others must learn.
+        agree({"refused": problem} if problem else {}, device, way_out)
+        if problem is None:
+            agree(facts, device, way_out, groups)
     except ValueError as error:
         return str(error)
     return problem and f"{problem}; {way_out}"  # all ranks report this problem

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tests.launcher.checkpoints import loaded, to_universal
 from tests.launcher.training import AGED, Job, advance, block, running, weights
-from zero_topo.engine.residual_transfer import carry
+from zero_topo.cli.residuals import carry
 from zero_topo.leaving import leave
 from zero_topo.quant import spec
 
