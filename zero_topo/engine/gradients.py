@@ -56,7 +56,6 @@ from torch import Tensor
 from zero_topo.collectives.queue import Handle, Queues
 from zero_topo.collectives.transport import reduce_scatter, shard_view
 from zero_topo.engine.shards import Layout
-from zero_topo.mesh import Mesh
 from zero_topo.plan import packed_runs
 from zero_topo.quant.operands import range_views
 from zero_topo.quant.ops import cast_to
@@ -71,12 +70,10 @@ class Gradients:
 
     Args:
         layout: of the trained parameters.
-        mesh: has the groups ``(1, gradients)``.
-        mode: the mode of sync.
+        mode: the mode of sync; its mesh has the groups ``(1, gradients)``.
         wire: format of the scatter.
         backend: for each of its groups, whether the backend may add; see Note [Sums of the
             backend].
-        run_numel: parameter elements per collective of sync; None for all.
         loss_scale: returns the current loss scale.
         queues: those of scatters in two groups, and of sync.
         averaged: number of ranks over whose gradients the mean is taken, if more than the plan has:
@@ -90,11 +87,9 @@ class Gradients:
     def __init__(
         self,
         layout: Layout,
-        mesh: Mesh,
         mode: SyncMode,
         wire: Format,
         backend: Sequence[bool],
-        run_numel: int | None,
         loss_scale: Callable[[], float],
         queues: Queues,
         averaged: int | None = None,
@@ -103,6 +98,7 @@ class Gradients:
         self.mode = mode
         self._wire = wire
         self._loss_scale = loss_scale
+        mesh = mode.context.mesh
         self._meter = mesh.meter
         self._queue = queues.updates
         self._averaged = averaged or layout.plan.world_size
@@ -118,7 +114,7 @@ class Gradients:
         self._scattered: Handle[None] = Handle()
         # Parameters whose scatter has begun and not ended.
         self._coming: set[int] = set()
-        self._runs = packed_runs(layout.padded_numels, run_numel)
+        self._runs = packed_runs(layout.padded_numels, mode.context.run_numel)
         self._run_of = [run for run, param_indices in enumerate(self._runs) for _ in param_indices]
         # By run, parameters that the last micro-batch has not scattered yet: sync of a run begins
         # when none is left.

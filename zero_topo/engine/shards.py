@@ -15,7 +15,7 @@ Note [Padding]
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -65,11 +65,9 @@ class Layout:
         """Return the column ranges of some parameters."""
         return tuple((self.edges[i], self.edges[i + 1]) for i in param_indices)
 
-    def columns_of(self, param_indices: Sequence[int]) -> slice:
+    def columns_of(self, param_indices: range) -> slice:
         """Return the columns of consecutive parameters."""
-        if not param_indices:
-            return slice(0, 0)
-        return slice(self.edges[param_indices[0]], self.edges[param_indices[-1] + 1])
+        return slice(self.edges[param_indices.start], self.edges[param_indices.stop])
 
     def row(self, degree: int) -> int:
         """Return the index of the rank's own world shard in its shard of ``degree``."""

@@ -20,7 +20,6 @@ from torch import Tensor
 from zero_topo.collectives.meter import Meter
 from zero_topo.collectives.queue import Queues
 from zero_topo.config import ResolvedConfig
-from zero_topo.config.sparse_config import OkTopkSync
 from zero_topo.cost.volume import Workload
 from zero_topo.engine.agreement import all_can, check_replicas
 from zero_topo.engine.gradients import Gradients
@@ -36,7 +35,6 @@ from zero_topo.engine.residual_transfer import (
 from zero_topo.engine.shards import Layout
 from zero_topo.engine.weights import Weights
 from zero_topo.mesh import Mesh
-from zero_topo.plan import packed_runs
 from zero_topo.quant.operands import DTYPES
 from zero_topo.quant.operators import select
 from zero_topo.quant.ops import cast_to
@@ -71,7 +69,6 @@ class Stage3:
         matrices: applies functions of whole matrices; exists if a parameter needs it.
         meter: bytes sent, by this engine and those :meth:`alongside` it.
         queues: of gathers, and of sync and publish, which these engines share too.
-        run_numel: parameter elements per collective of sync; None for all.
     """
 
     def __init__(
@@ -89,7 +86,7 @@ class Stage3:
         self.like = like
         self.scatter_dtype = scatter_dtype
         self.bucket_numel = bucket_numel
-        self.accumulation_dtype = _dtype(config.accumulation_dtype, accumulation_dtype)
+        self.accumulation_dtype = DTYPES.get(config.accumulation_dtype or "", accumulation_dtype)
         self.meter = Meter()
         self._counts_steps = True
         self.queues = Queues(like.device, config.overlap)
@@ -156,7 +153,7 @@ class Stage3:
         self.mesh = Mesh(
             config.plan, config.topology, self.meter, [*pairs, *exact], whole_pairs, groups
         )
-        self.run_numel = config.sync.run_numel(self.bucket_numel, sum(p.numel for p in trained))
+        self._run_numel = config.sync.run_numel(self.bucket_numel, sum(p.numel for p in trained))
         shared = like, self.bucket_numel, self.mesh, self.queues
         self.weights = Weights(config, trained, *shared)
         self.sets = [self.weights]
@@ -180,26 +177,20 @@ class Stage3:
     def _build_gradients(self, moments: Callable[[], Sequence[Moment]]) -> Gradients:
         config = self.config
         shape = self.layout.shape(config.plan.gradients)
-        # Sync starts a run as soon as the gradients of all its parameters are final.
-        runs = packed_runs(self.layout.padded_numels, self.run_numel)
         context = SyncContext(
-            plan=config.plan,
+            config=config,
             mesh=self.mesh,
-            dtype=self.sync_dtype,
             shard=self.like.new_zeros(shape, dtype=self.accumulation_dtype),
             loss_scaled=self._loss_scaled,
             moments=moments,
-            mpi=isinstance(config.sync, OkTopkSync) and config.sync.transport == "mpi",
             parameters=self.parameters,
-            runs=tuple(map(self.layout.shard_ranges, runs)),
+            run_numel=self._run_numel,
         )
         return Gradients(
             self.layout,
-            self.mesh,
             build_mode(config.sync, context),
             config.gradients_spec or cast_to(self.scatter_dtype),
             config.backend_adds,
-            self.run_numel,
             self._loss_scale,
             self.queues,
             self._averaged,
@@ -208,11 +199,6 @@ class Stage3:
     @property
     def _loss_scaled(self) -> bool:
         return torch.float16 in (self.like.dtype, *(p.sent for p in self.parameters))
-
-    @property
-    def sync_dtype(self) -> torch.dtype:
-        """The dtype in which dense sync sends values."""
-        return _dtype(getattr(self.config.sync, "dtype", None), self.accumulation_dtype)
 
     def notes(self) -> list[str | None]:
         """Return log lines that depend on the model: INT8 weights, process groups, sums of the
@@ -388,7 +374,7 @@ class Stage3:
             itemsize=self.like.dtype.itemsize,
             micro_batches=micro_batches,
             scatter_itemsize=self.scatter_dtype.itemsize,
-            sync_itemsize=self.sync_dtype.itemsize,
+            sync_itemsize=self.gradients.mode.context.dtype.itemsize,
             run_numel=self.bucket_numel,
             published=self.weights.published,
             loss_scaled=self._loss_scaled,
@@ -415,10 +401,6 @@ class Stage3:
         if residual:
             shards["residual"] = residual
         return shards
-
-
-def _dtype(name: str | None, default: torch.dtype) -> torch.dtype:
-    return default if name is None else DTYPES[name]
 
 
 def _of(parameters: Sequence[Parameter]) -> dict[str, Any]:

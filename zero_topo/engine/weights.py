@@ -297,15 +297,13 @@ class Weights:
         exact rows are apart from it.
         """
         edges = self._floats.edges
-        begin = edges[param_indices.start]
-        end = edges[param_indices.stop]
-        if self.int8 is None or begin == end:
+        columns = slice(edges[param_indices.start], edges[param_indices.stop])
+        if self.int8 is None or columns.start == columns.stop:
             return
         layout = self.layout
         exact = layout.subset(self.own, layout.plan.optimizer, degree)
-        columns = self._float_columns[begin:end]
-        rows = layout.subset(self.primary, layout.plan.weights, degree)[:, begin:end]
-        rows.copy_(exact.index_select(1, columns))
+        rows = layout.subset(self.primary, layout.plan.weights, degree)[:, columns]
+        rows.copy_(exact.index_select(1, self._float_columns[columns]))
 
     def start_publish(self) -> None:
         """Begin to publish all updates, INT8 weights last; collective."""
@@ -408,19 +406,18 @@ class Weights:
         self,
         param_indices: range | None = None,
         masters: Tensor | None = None,
-        anew: bool = True,
     ) -> None:
         """Rebuild all copies from each rank's own world shard: at start-up, after a load, after an
         edit. Collective.
 
         Args:
-            param_indices: consecutive parameters; None is all.
+            param_indices: consecutive parameters; None is all, whose INT8 weights get new scales,
+                except for loaded ones.
             masters: the masters of the own row, FP32 ``[F]``, if known; only INT8 weights need
                 them.
-            anew: choose new scales for INT8 weights, except for loaded ones; only of all
-                parameters.
         """
         plan = self.layout.plan
+        anew = param_indices is None
         if param_indices is None:
             param_indices = range(len(self.coded))
         self.wait_for_publish(param_indices)

@@ -38,7 +38,6 @@ from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 
 from zero_topo.collectives.queue import Queues, on_gpu
-from zero_topo.config.sparse_config import OkTopkSync
 from zero_topo.engine.agreement import check_replicas
 from zero_topo.engine.gradients import Gradients
 from zero_topo.engine.shards import Layout
@@ -48,7 +47,6 @@ from zero_topo.fsdp.parts import WITHOUT_OPTIMIZER, Part, parts_of
 from zero_topo.fsdp.publish import Publisher
 from zero_topo.fsdp.residuals import summed_residuals
 from zero_topo.fsdp.settings import PassFlags, follow
-from zero_topo.plan import packed_runs
 from zero_topo.quant.operands import DTYPES
 from zero_topo.quant.ops import cast_to
 from zero_topo.sync import AdamS, AgedAdamW, Moment, Parameter, SyncContext, build_mode
@@ -168,30 +166,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
             dims = part.param.dim()
             parameters.append(Parameter(part.name, numel, dims, shard_range, place=index))
         weights = next(iter(self.parts)).dtype
-        accumulated = DTYPES[config.accumulation_dtype] if config.accumulation_dtype else weights
-        sync_dtype = getattr(config.sync, "dtype", None)
+        accumulated = DTYPES.get(config.accumulation_dtype or "", weights)
         modules = map(own_parameters, sharded_modules(host.model))
         bucket = max(sum(param.numel() for param in params) for params in modules)
         run_numel = config.sync.run_numel(bucket, sum(layout.numels))
-        runs = packed_runs(layout.numels, run_numel)
         context = SyncContext(
-            plan=plan,
+            config=config,
             mesh=mesh,
-            dtype=DTYPES[sync_dtype] if sync_dtype else accumulated,
             shard=torch.zeros(layout.shape(plan.gradients), dtype=accumulated, device=device),
             loss_scaled=weights == torch.float16,
             parameters=tuple(parameters),
             moments=self._moments,
-            mpi=isinstance(config.sync, OkTopkSync) and config.sync.transport == "mpi",
-            runs=tuple(tuple(layout.shard_ranges(run)) for run in runs),
+            run_numel=run_numel,
         )
         mode = build_mode(config.sync, context)
         mode.check_optimizer(self.inner)
         queues = Queues(device, config.overlap)
         wire = cast_to(weights)  # unused: FSDP2's modules reduce their gradients themselves
-        self.gradients = Gradients(
-            layout, mesh, mode, wire, (False,), run_numel, lambda: 1.0, queues
-        )
+        self.gradients = Gradients(layout, mode, wire, (False,), lambda: 1.0, queues)
         self.publisher = Publisher(stored, weights, config, mesh, bucket, queues.updates)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -472,7 +472,7 @@ class TopoStage3(Stock):
         if optim_state_key is None and self.masters_are_weights():
             self.require_states(LP_PARAMS)
             param_index = self.param_indices[param.ds_id]
-            topo.weights.publish_world(range(param_index, param_index + 1), anew=False)
+            topo.weights.publish_world(range(param_index, param_index + 1))
 
     # -- gradients seen by the user (safe_get_*, safe_set_*) ---------------------------------------
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import singledispatch
+from functools import cached_property, singledispatch
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from zero_topo.collectives.queue import Handle
+from zero_topo.config import ResolvedConfig
 from zero_topo.config.modes import AGED_REFUSED
 from zero_topo.mesh import Hierarchy, Mesh
-from zero_topo.plan import Plan
-from zero_topo.quant.operands import Range, View, merged, range_views
+from zero_topo.plan import Plan, packed_runs
+from zero_topo.quant.operands import DTYPES, Range, View, merged, range_views
 from zero_topo.sync.optimizers import AgedAdamW
 
 
@@ -79,27 +80,23 @@ class SyncContext:
     """The parts of the engine that a mode uses.
 
     Attributes:
-        plan: the degrees.
+        config: the plan and the mode.
         mesh: has the groups ``(gradients, world)`` and ``(optimizer, world)``.
-        dtype: the dtype in which dense values are sent.
         shard: the rank's gradient shard ``[N / G, F]``, initially zero.
         loss_scaled: whether a loss scaler multiplies the gradients, and skips steps in normal
             operation (FP16).
         parameters: all trained parameters, in the order of their columns.
         moments: returns the optimizer's momentum; empty before its first step.
-        mpi: whether MPI transports the traffic between gradient domains.
-        runs: the shard ranges of each run for which :meth:`SyncMode.start` is called.
+        run_numel: parameter elements per run; None for all.
     """
 
-    plan: Plan
+    config: ResolvedConfig
     mesh: Mesh
-    dtype: torch.dtype
     shard: Tensor
     loss_scaled: bool
     parameters: tuple[Parameter, ...]
     moments: Callable[[], Sequence[Moment]]
-    mpi: bool
-    runs: tuple[tuple[Range, ...], ...]
+    run_numel: int | None
     # By what :meth:`views` is called with. The tensors of views share the shard's storage.
     _views: dict[Any, list[View]] = field(default_factory=dict, init=False, repr=False)
 
@@ -116,6 +113,25 @@ class SyncContext:
         if key not in self._views:
             self._views[key] = range_views(rows, merged(ranges, block), block)
         return self._views[key]
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The degrees."""
+        return self.config.plan
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which dense values are sent."""
+        name = getattr(self.config.sync, "dtype", None)
+        return DTYPES[name] if name else self.shard.dtype
+
+    @cached_property
+    def runs(self) -> tuple[tuple[Range, ...], ...]:
+        """The shard ranges of each run for which :meth:`SyncMode.start` is called."""
+        ranges = tuple(p.shard_range for p in self.parameters)
+        padded = [self.plan.world_size * (end - begin) for begin, end in ranges]
+        runs = packed_runs(padded, self.run_numel)
+        return tuple(ranges[run.start : run.stop] for run in runs)
 
     @property
     def columns(self) -> int:
@@ -135,7 +151,8 @@ class SyncContext:
     def across(self, degree: int) -> Hierarchy:
         """Return the process groups of a collective from shards of ``degree`` to world shards."""
         *inner, last = self.mesh.hierarchy(degree, self.plan.world_size).groups
-        if self.mpi:
+        # Ok-Topk alone can take MPI between gradient domains.
+        if getattr(self.config.sync, "transport", None) == "mpi":
             last = self.mesh.over_mpi(last)
         return Hierarchy((*inner, last)).metered("sync")
 
