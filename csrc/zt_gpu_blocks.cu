@@ -43,43 +43,88 @@ ZT_DEVICE void zt_clear_padding(const zt_gpu_messages &messages, const zt_stretc
     }
 }
 
-/* The words of a lane's units of a block, as values of DTYPE; what does not exist is 0. */
-template <typename F, int UNITS, int DTYPE>
-ZT_DEVICE void zt_read_block(const zt_gpu_pieces &pieces, const zt_block &block, const zt_run &run, int lane,
-                             uint32_t *words) {
-    constexpr int many = zt_words<DTYPE>, apart = zt_lanes<F, UNITS> * ZT_UNIT * zt_bytes_of(DTYPE);
-    const bool whole = run.present >= F::size && run.dtype == DTYPE;
-    const char *data = run.data + lane * (ZT_UNIT * zt_bytes_of(DTYPE));
-    if (whole && zt_aligned16(data)) {
+/* The first `count` elements of a unit's words become those of other words. */
+template <int DTYPE> ZT_DEVICE void zt_replace(uint32_t *words, const uint32_t *others, int count) {
 #pragma unroll
-        for (int u = 0; u < UNITS; u++) zt_load_words<DTYPE, true>(data + u * apart, words + many * u);
-    } else if (whole) {
-#pragma unroll
-        for (int u = 0; u < UNITS; u++) zt_load_words<DTYPE, false>(data + u * apart, words + many * u);
-    } else {
-#pragma unroll 1
-        for (int u = 0; u < UNITS; u++) {
-            const int at = (u * zt_lanes<F, UNITS> + lane) * ZT_UNIT;
-            float v[ZT_UNIT] = {};
-            if (zt_has_elements(zt_unit_run(run, at)))
-                zt_walk_unit(pieces, block.member, block.element + at, v, zt_reading{});
-#pragma unroll
-            for (int k = 0; k < many * (UNITS - 1); k++) words[k] = words[k + many];
-            zt_to_words<DTYPE>(v, words + many * (UNITS - 1));
+    for (int k = 0; k < zt_words<DTYPE>; k++) {
+        if (DTYPE == ZT_FP32) {
+            words[k] = k < count ? others[k] : words[k];
+        } else {
+            const uint32_t mask = 2 * k + 1 < count ? ~0u : 2 * k < count ? 0xffffu : 0;
+            words[k] = (words[k] & ~mask) | (others[k] & mask);
         }
     }
 }
 
-/* Decodes one message's integers to an aligned run, unit by unit. */
+/* The words of a lane's units of a block, as values of DTYPE; what does not exist is 0. Returns by how many values they
+ * are turned to the end: see Note [Turned blocks]. */
 template <typename F, int UNITS, int DTYPE>
-ZT_DEVICE void zt_decode_aligned(char *data, int lane, const zt_packed<F::bits> *packed, float scale) {
-    constexpr int apart = zt_lanes<F, UNITS> * ZT_UNIT * zt_bytes_of(DTYPE);
-    data += lane * (ZT_UNIT * zt_bytes_of(DTYPE));
+ZT_DEVICE int zt_read_block(const zt_gpu_pieces &pieces, const zt_block &block, const zt_run &run, int lane,
+                            uint32_t *words) {
+    constexpr int many = zt_words<DTYPE>, bytes = ZT_UNIT * zt_bytes_of(DTYPE), apart = zt_lanes<F, UNITS> * bytes;
+    if (run.present >= F::size && run.dtype == DTYPE) {
+        const int odd = (int)((uintptr_t)run.data & 15);
+        const char *data = run.data - odd + lane * bytes;
+#pragma unroll
+        for (int u = 0; u < UNITS; u++) zt_load_words<DTYPE, true>(data + u * apart, words + many * u);
+        if (odd) {
+            uint32_t end[many];
+            zt_load_words<DTYPE, true>(lane == 0 ? data + UNITS * apart : data, end);
+            zt_replace<DTYPE>(words, end, lane == 0 ? odd / zt_bytes_of(DTYPE) : 0);
+        }
+        return odd / zt_bytes_of(DTYPE);
+    }
+#pragma unroll 1
+    for (int u = 0; u < UNITS; u++) {
+        const int at = (u * zt_lanes<F, UNITS> + lane) * ZT_UNIT;
+        float v[ZT_UNIT] = {};
+        if (zt_has_elements(zt_unit_run(run, at)))
+            zt_walk_unit(pieces, block.member, block.element + at, v, zt_reading{});
+#pragma unroll
+        for (int k = 0; k < many * (UNITS - 1); k++) words[k] = words[k + many];
+        zt_to_words<DTYPE>(v, words + many * (UNITS - 1));
+    }
+    return 0;
+}
+
+/* Writes a unit, but the last `rest` values of it BACK bytes before their place. */
+template <int DTYPE, int BACK> ZT_DEVICE void zt_store_split(char *to, int rest, const float *v) {
+    constexpr int many = zt_words<DTYPE>, per_word = ZT_UNIT / many;
+    uint32_t words[many];
+    zt_to_words<DTYPE>(v, words);
+#pragma unroll
+    for (int k = 0; k < many; k++, to += 4) {
+        const int first = ZT_UNIT - rest - k * per_word; /* how many from here on are not among the last */
+        if (per_word == 2 && first == 1) {
+            zt_store<uint16_t>(to, (uint16_t)words[k]);
+            zt_store<uint16_t>(to + 2 - BACK, (uint16_t)(words[k] >> 16));
+        } else if (first > 0) {
+            zt_store<uint32_t>(to, words[k]);
+        } else {
+            zt_store<uint32_t>(to - BACK, words[k]);
+        }
+    }
+}
+
+/* How many values lie before the first aligned word. */
+ZT_DEVICE int zt_values_before(const char *data, int dtype) {
+    return (int)(-(uintptr_t)data & 15) / zt_bytes_of(dtype);
+}
+
+/* Decodes one message's integers to a run, unit by unit. Those of the first unaligned values are at the end. */
+template <typename F, int UNITS, int DTYPE>
+ZT_DEVICE void zt_decode_run(char *data, int lane, const zt_packed<F::bits> *packed, float scale) {
+    const int turned = zt_values_before(data, DTYPE);
+    constexpr int lanes = zt_lanes<F, UNITS>, bytes = ZT_UNIT * zt_bytes_of(DTYPE), apart = lanes * bytes;
+    data += turned * zt_bytes_of(DTYPE) + lane * bytes;
 #pragma unroll
     for (int u = 0; u < UNITS; u++) {
         float v[ZT_UNIT];
         zt_add_unit<F, true>(packed[u], scale, 0, v);
-        zt_store_unit<DTYPE, true>(data + u * apart, v);
+        if (u == UNITS - 1 && turned && lane == lanes - 1)
+            zt_store_split<DTYPE, UNITS * apart>(data + u * apart, turned, v);
+        else
+            zt_store_unit<DTYPE, true>(data + u * apart, v);
     }
 }
 
@@ -104,9 +149,9 @@ zt_quantize_kernel(ZT_ARGUMENTS zt_quantize_arguments a) {
     zt_visit_blocks<F, units>(a.work, a.messages, a.planes.scales, [&](zt_block block, zt_run &run) {
         uint32_t words[count];
         zt_find_block<F, units>(a.pieces, block, run);
-        zt_read_block<F, units, DTYPE>(a.pieces, block, run, lane, words);
+        const int turned = zt_read_block<F, units, DTYPE>(a.pieces, block, run, lane, words);
         const uint32_t width = zt_widest<count, DTYPE, lanes>(words);
-        zt_encode_block<F, units, DTYPE>(words, width, table, block.exists, block.values, block.scale);
+        zt_encode_block<F, units, DTYPE>(words, width, table, block.exists, block.values, block.scale, turned);
     });
     zt_clear_padding(a.messages, a.work, a.planes);
 }
@@ -122,14 +167,17 @@ ZT_KERNEL(ZT_THREADS, ZT_MORE_RESIDENTS) zt_dequantize_kernel(ZT_ARGUMENTS zt_re
         const float scale = zt_load_scale<F>(block.scale);
         zt_load_block<F, units>(block.values, packed);
         zt_find_block<F, units>(a.pieces, block, run);
+        const bool whole = plain && run.present >= F::size;
+        const int turned = whole ? zt_values_before(run.data, run.dtype) : 0;
+        if (zt_ballot(turned)) zt_turn<F::bits, units, lanes>(packed, lane, turned);
         if (!block.exists) return;
-        if (plain && run.present >= F::size && zt_aligned16(run.data)) {
+        if (whole) {
             if (run.dtype == ZT_FP32)
-                zt_decode_aligned<F, units, ZT_FP32>(run.data, lane, packed, scale);
+                zt_decode_run<F, units, ZT_FP32>(run.data, lane, packed, scale);
             else if (run.dtype == ZT_BF16)
-                zt_decode_aligned<F, units, ZT_BF16>(run.data, lane, packed, scale);
+                zt_decode_run<F, units, ZT_BF16>(run.data, lane, packed, scale);
             else
-                zt_decode_aligned<F, units, ZT_FP16>(run.data, lane, packed, scale);
+                zt_decode_run<F, units, ZT_FP16>(run.data, lane, packed, scale);
             return;
         }
 #pragma unroll 1
@@ -167,7 +215,7 @@ ZT_DEVICE void zt_encode_sum(const uint32_t *words, uint32_t width, const zt_nf4
     uint8_t *message = zt_message_at(a.out, block.member);
     uint8_t *values = message + number * zt_block_bytes<F> + zt_lane<zt_lanes<F, UNITS>>() * F::bits;
     uint8_t *scale = message + a.planes.scales + number * F::scale_bytes;
-    zt_encode_block<F, UNITS, ZT_FP32>(words, width, table, block.exists, values, scale);
+    zt_encode_block<F, UNITS, ZT_FP32>(words, width, table, block.exists, values, scale, 0);
 }
 
 /* Sums that are quantized again, in the bits of `planes`. */

@@ -68,10 +68,13 @@ template <bool NF4> ZT_DEVICE const zt_nf4_table *zt_shared_nf4() {
     }
 }
 
-/* Writes a lane's units, whose words are values of DTYPE, and the block's scale, if the block exists. */
+/* Writes a lane's units, whose words are values of DTYPE, `turned` to the end, and the block's scale, if the block
+ * exists. */
 template <typename F, int UNITS, int DTYPE>
 ZT_DEVICE void zt_encode_block(const uint32_t *words, uint32_t width, const zt_nf4_table *table, bool exists, uint8_t *values,
-                               uint8_t *scale) {
+                               uint8_t *scale, int turned) {
+    constexpr int lanes = zt_lanes<F, UNITS>;
+    const int lane = zt_lane<lanes>();
     const zt_extremes extremes = F::nf4 ? zt_scaled_nf4(width) : zt_scaled(width, (float)((1 << (F::bits - 1)) - 1));
     zt_packed<F::bits> packed[UNITS];
 #pragma unroll
@@ -83,10 +86,11 @@ ZT_DEVICE void zt_encode_block(const uint32_t *words, uint32_t width, const zt_n
         else
             packed[u] = zt_pack<F::bits>(v, extremes.coder);
     }
+    if (zt_ballot(turned)) zt_turn<F::bits, UNITS, lanes>(packed, lane, turned);
     if (!exists) return;
 #pragma unroll
-    for (int u = 0; u < UNITS; u++) zt_store_packed<F::bits>(values + u * (zt_lanes<F, UNITS> * F::bits), packed[u]);
-    if (zt_lane<zt_lanes<F, UNITS>>() != 0) return;
+    for (int u = 0; u < UNITS; u++) zt_store_packed<F::bits>(values + u * (lanes * F::bits), packed[u]);
+    if (lane != 0) return;
     if constexpr (F::nf4)
         zt_store<uint8_t>(scale, (uint8_t)extremes.scale);
     else

@@ -10,8 +10,17 @@
  *     row of a lane's block are found once and then only advanced, and searched again where a row ends. A stretch lies in
  *     one member: of members with fewer blocks than a thread block takes, 64 or 32, the other lanes have nothing to do.
  *
- *     A block that lies in one row, at an aligned address, is moved by words of 16 bytes, all loads before the first use.
- *     One that does not is moved unit by unit; those loops are rolled (zt_gpu_pieces.h, Note [Units]).
+ *     A block that lies in one row is quantized, and one message decoded, by aligned words of 16 bytes, all loads before
+ *     the first use (Note [Turned blocks]). Sums are written so at aligned addresses only. Everything else is moved unit by
+ *     unit; those loops are rolled (zt_gpu_pieces.h, Note [Units]).
+ *
+ * Note [Turned blocks]
+ *     DeepSpeed cuts a parameter into ceil(numel / N) values a rank, so rows begin at any multiple of an element's size.
+ *     Units are then those of memory: aligned words. The first word also has values of the block before, of which as many
+ *     end the block in the word behind its last. One lane puts the two parts together, so that 32 units still are the 256
+ *     values, the last of them before the first. No scale depends on their order. It is put right where a value has 4 or 8
+ *     bits: a lane gets the next unit from its neighbour, and shifts. Decoding turns the packed values likewise, from the
+ *     first aligned word on, and one lane writes its last unit in two parts.
  */
 #ifndef ZT_GPU_STRETCHES_H
 #define ZT_GPU_STRETCHES_H

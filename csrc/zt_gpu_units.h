@@ -143,6 +143,28 @@ ZT_DEVICE zt_packed<4> zt_pack_nf4(const float *v, zt_coder coder, const zt_nf4_
     return {{word & coder.keep}};
 }
 
+/* Moves the values of a block, of which each of LANES lanes has UNITS units, `by` < 8 places to the front, and the first
+ * ones to the end. All lanes come here together. */
+template <int BITS, int UNITS, int LANES> ZT_DEVICE void zt_turn(zt_packed<BITS> *packed, int lane, int by) {
+    const zt_packed<BITS> first = packed[0];
+#pragma unroll
+    for (int u = 0; u < UNITS; u++) {
+        const zt_packed<BITS> after = u + 1 < UNITS ? packed[u + 1] : first; /* lane 0's, for the last lane */
+        uint32_t words[BITS / 2];
+#pragma unroll
+        for (int w = 0; w < BITS / 4; w++) {
+            words[w] = packed[u].word[w];
+            words[BITS / 4 + w] = zt_shuffle(lane == 0 ? after.word[w] : words[w], (lane + 1) % LANES, LANES);
+        }
+        if constexpr (BITS == 8) {
+#pragma unroll
+            for (int w = 0; w < 3; w++) words[w] = by & 4 ? words[w + 1] : words[w];
+        }
+#pragma unroll
+        for (int w = 0; w < BITS / 4; w++) packed[u].word[w] = zt_funnel(words[w], words[w + 1], BITS * by & 31);
+    }
+}
+
 template <int BITS> ZT_DEVICE void zt_store_packed(uint8_t *to, zt_packed<BITS> packed) {
     if constexpr (BITS == 4)
         zt_store<uint32_t>(to, packed.word[0]);

@@ -298,7 +298,7 @@ def test_nvidia_memory(arch: str) -> None:
             kernel.name
         )
         if kernel.name == "zt_quantize_kernel":
-            assert words >= 2.5 * aligned_loads(kernel) + 7
+            assert words >= 1.5 * aligned_loads(kernel) + 7
         if kernel.name in ("zt_reduce_kernel", "zt_dequantize_kernel"):
             assert count(r"st\.global\S*\.v4\.u32", kernel) >= 8
         if kernel.name in CASTS:
@@ -351,21 +351,29 @@ def most(pattern: str) -> Choice:
 
 WORD = r"LDG.*\.128"
 BF16 = r"F2FP\.BF16"
+TURN = most("SHFL")
+SPLIT = most(r"STG.*U16.*-0x")
 SASS = {
-    "quantize_kernelI7zt_int8Li2": (64, 6.3, exactly(8, WORD), most("STG")),
+    "quantize_kernelI7zt_int8Li2": (64, 6.4, exactly(8, WORD), most("STG")),
     "quantize_kernelI7zt_int4Li2": (64, 6.2, exactly(8, WORD), most("STG")),
-    "quantize_kernelI6zt_nf4Li2": (32, 9.8, exactly(4, WORD), most("STG")),
-    "quantize_kernelI7zt_int8Li0": (32, 7.1, exactly(8, WORD), most("STG")),
-    "dequantize_kernelI7zt_int8": (64, 4.9, exactly(9, "LDG"), most(BF16)),
-    "dequantize_kernelI7zt_int4": (64, 4.8, exactly(9, "LDG"), most(BF16)),
+    "quantize_kernelI6zt_nf4Li2": (32, 10.0, exactly(4, WORD), most("STG")),
+    "quantize_kernelI7zt_int8Li0": (32, 7.8, exactly(8, WORD), most("STG")),
+    "quantize_kernelI7zt_int4Li2 odd": (64, 7.2, exactly(8, WORD), exactly(1, WORD), TURN),
+    "quantize_kernelI7zt_int8Li2 odd": (64, 8.0, exactly(8, WORD), exactly(1, WORD), TURN),
+    "quantize_kernelI6zt_nf4Li2 odd": (32, 11.5, exactly(4, WORD), exactly(1, WORD), TURN),
+    "dequantize_kernelI7zt_int8 odd": (64, 7.0, exactly(9, "LDG"), TURN, SPLIT),
+    "dequantize_kernelI7zt_int4 odd": (64, 6.3, exactly(9, "LDG"), TURN, SPLIT),
+    "dequantize_kernelI7zt_int8": (64, 5.1, exactly(9, "LDG"), most(BF16)),
+    "dequantize_kernelI7zt_int4": (64, 5.0, exactly(9, "LDG"), most(BF16)),
     "reduce_kernelI6zt_nf4Li1": (32, 5.9, most("SHFL"), most(BF16)),
     "reduce_kernelI7zt_int8Li4": (128, 5.2, most("LDG"), most(BF16)),
     "reduce_kernelI7zt_int4Li8": (256, 4.8, most("LDG"), most(BF16)),
     "reduce_kernelI6zt_nf4Li8": (256, 3.8, most("LDG"), most(BF16)),
     "cast_sum_kernelILi2ELb1": (128, 3.5, most("LDG"), most(BF16)),
 }
-"""Elements that a lane's loop takes, instructions of each at most, and two basic blocks of it: its
-loads, and its stores. Of sums of four messages if integers of 8 bits or floats, else of eight.
+"""Elements that a lane's loop takes, instructions of each at most, and basic blocks of it: its
+loads, and its stores. Of sums of four messages if integers of 8 bits or floats, else of eight. Of
+"odd" rows also the blocks in which they are turned.
 """
 
 
@@ -377,7 +385,7 @@ def tritons_programs() -> str:
 
 @pytest.mark.parametrize("kernel", SASS)
 def test_nvidia_instructions(kernel: str) -> None:
-    """A lane's loop over aligned blocks takes few instructions, everything that is not data
+    """A lane's loop over whole blocks takes few instructions, everything that is not data
     included: the issue of instructions is what bounds these kernels.
     """
     elements, limit, *blocks = SASS[kernel]
@@ -389,7 +397,8 @@ def test_nvidia_instructions(kernel: str) -> None:
         for path in nvidia_library("90").glob("zt_gpu_[bc]*s.*cubin")
     ]
     functions = sass_functions("".join(texts))
-    (code,) = (lines for name, lines in functions.items() if kernel in name)
+    wanted = kernel.removesuffix(" odd")
+    (code,) = (lines for name, lines in functions.items() if wanted in name)
     assert cycle(sass_blocks(code), blocks) <= limit * elements
 
 

@@ -5,6 +5,7 @@ place; whatever the device knows and the host does not.
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -26,6 +27,7 @@ from tests.kernels.golden_codes import (
 )
 from tests.kernels.gpu_library import Settings
 from tests.kernels.operators import REFERENCE, Operators
+from tests.plans import NEOX
 from zero_topo.quant.operands import FLOATS, Masters, Messages, View, to_members
 from zero_topo.quant.spec import BlockSpec, Cast, ChangeSpec
 
@@ -41,6 +43,20 @@ def test_rows_of_many_blocks(backend: Operators, spec: golden.Spec) -> None:
     message = golden.same_message(backend, pieces, spec)
     for sources in (1, 9):
         golden.same_sums(backend, message[None].expand(sources, -1), spec, pieces, (1.0, False))
+
+
+def test_bytes_of_a_20b_step_on_384_ranks_that_take_the_fast_path() -> None:
+    """Whole blocks of a row do, also where it begins at no aligned word: at width 2,048, where it
+    has 10,923 values. The rest of a row is moved unit by unit.
+    """
+    for hidden, aligned in ((6144, 0.999), (2048, 0.0)):
+        shapes = replace(NEOX, hidden=hidden, intermediate=4 * hidden).shapes()
+        rows = [-(-math.prod(shape) // 384) for shape in shapes]
+        for block in (64, 256):
+            whole = [row // block * block for row in rows]
+            assert sum(whole) > 0.98 * sum(rows)
+        even = sum(fast for row, fast in zip(rows, whole, strict=True) if row % 8 == 0)
+        assert aligned <= even / sum(rows) <= aligned + 0.25
 
 
 @emulated
