@@ -122,7 +122,7 @@ template <int DTYPE> ZT_DEVICE void zt_add_end(const char *from, int64_t left, f
 /* v = the sum of a lane's units over all messages of `numel` values. */
 template <int DTYPE, bool ALIGNED>
 ZT_DEVICE void zt_sum_casts(const zt_gpu_messages &messages, const zt_block &block, int64_t numel, float *v) {
-    constexpr int many = DTYPE == ZT_FP32 || !ALIGNED ? 2 : 4; /* as many as registers hold */
+    constexpr int many = (DTYPE == ZT_FP32 ? 2 : 4) >> !ALIGNED; /* as many as registers hold */
     const int64_t left = numel - block.element;
     if (left < zt_cast<DTYPE>::size) {
 #pragma unroll
