@@ -9,26 +9,23 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from benchmarks import (
-    cluster,
-    cluster_report,
-    convergence,
-    convergence_report,
-)
+from benchmarks import cluster, convergence
 from benchmarks.choice import load_blocks, load_record, read_rate, read_shape, schemes_named
 from benchmarks.emulated_cluster import network
 from benchmarks.emulated_cluster.spec import load_spec
 from benchmarks.options import taking
-from benchmarks.recording import FAILED, Outputs, measure
+from benchmarks.recording import FAILED, Columns, Outputs, Result, measure
 from benchmarks.training_setup import TrainingSetup, width_for
 from zero_topo.cli.app import run as run_command
 from zero_topo.cli.inputs import LIKE_PARAMS, read_count
 from zero_topo.strict import words_of
+from zero_topo.units import format_bytes
 
 app = typer.Typer(
     help="Measure what this repository claims.",
@@ -44,6 +41,35 @@ Blocks = Annotated[
 Params = Annotated[str, typer.Option(help="Parameters of the GPT, about.")]
 Layers = Annotated[int, typer.Option(min=1, help="Its layers.")]
 InFp32 = Annotated[bool, typer.Option("--fp32", help="Train in FP32 instead of BF16.")]
+
+
+CLUSTER: Columns = {
+    "K": itemgetter("micro_batches"),
+    "scheme": itemgetter("scheme"),
+    "step": lambda row: "{median:.2f} s ({min:.2f} - {max:.2f})".format(**row["step_s"]),
+    "uplink": lambda row: format_bytes(row["uplink_bytes_per_step_per_node"]),
+    "drops": itemgetter("drops"),
+}
+"""Bytes of the uplink are those that leave a node in a step, by the kernel."""
+QUANTIZERS: Columns = {
+    **{key: itemgetter(key) for key in ("dtype", "bits", "block_size", "backend", "threads", "op")},
+    "GB/s": lambda row: f"{row['gb_per_s']:.1f}",
+    "of a copy": lambda row: f"{row['memcpy_ratio']:.2f}",
+}
+
+
+def _difference(measure: str, row: Result) -> str:
+    found = row[measure]
+    shares = "mean {mean:+.2%}, worst {worst:+.2%}".format(**found["difference"])
+    return f"{found['loss']:.4f} ({shares})"
+
+
+CONVERGENCE: Columns = {
+    "scheme": itemgetter("scheme"),
+    "last tenth": partial(_difference, "last"),
+    "evaluation": partial(_difference, "evaluation"),
+}
+"""Losses in nats per byte, and their differences from stock with the same seed."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,9 +107,6 @@ class ClusterOptions(Outputs):
     ] = 0
     fp32: InFp32 = False
     blocks: Blocks = None
-    clean: Annotated[
-        bool, typer.Option("--clean", help="Only remove what crashed runs left behind.")
-    ] = False
 
 
 @app.command("cluster")
@@ -92,9 +115,6 @@ def cluster_command(options: ClusterOptions) -> None:
     """Time optimizer steps on an emulated cluster and let the kernel count what crosses its links
     (needs root).
     """
-    if options.clean:
-        print(f"removed {len(network.clean())} network namespaces of crashed runs")
-        return
     setup = TrainingSetup(
         layers=options.layers,
         width=width_for(read_count(options.params, "--params", LIKE_PARAMS), options.layers),
@@ -111,7 +131,7 @@ def cluster_command(options: ClusterOptions) -> None:
         load_spec(options.spec), schemes, counts, setup, options.steps, options.warmup
     )
     network.require()
-    content = measure(options, cluster_report, wanted.ticks(), partial(cluster.run, wanted))
+    content = measure(options, CLUSTER, wanted.ticks(), partial(cluster.run, wanted))
     spoiled = cluster.dropped(content["results"])
     if spoiled:
         typer.echo(f"zero-topo: {spoiled}", err=True)
@@ -143,7 +163,7 @@ def quantizers_command(options: QuantizerOptions) -> None:
     """Time quantization kernels next to a copy of the same bytes. Other libraries' too, if
     installed.
     """
-    from benchmarks import quantizers, quantizers_report  # imports torch
+    from benchmarks import quantizers  # imports torch
 
     settings = quantizers.Settings(
         nbytes=read_count(options.size, "--size"),
@@ -153,7 +173,7 @@ def quantizers_command(options: QuantizerOptions) -> None:
         block_sizes=tuple(read_count(word, "--blocks") for word in words_of(options.blocks)),
         device=options.device,
     )
-    measure(options, quantizers_report, settings.ticks(), partial(quantizers.run, settings))
+    measure(options, QUANTIZERS, settings.ticks(), partial(quantizers.run, settings))
 
 
 @dataclass(frozen=True)
@@ -225,7 +245,7 @@ def convergence_command(options: ConvergenceOptions) -> None:
         again=tuple(words_of(options.again)),
         one_process=options.one_process,
     )
-    measure(options, convergence_report, wanted.ticks(), partial(convergence.run, wanted))
+    measure(options, CONVERGENCE, wanted.ticks(), partial(convergence.run, wanted))
 
 
 if __name__ == "__main__":

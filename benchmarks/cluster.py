@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.emulated_cluster.counters import Snapshot, Traffic, between
 from benchmarks.emulated_cluster.network import FAST, EmulatedNetwork, signal_handled
-from benchmarks.emulated_cluster.spec import LEVELS, Spec
+from benchmarks.emulated_cluster.spec import Spec
 from benchmarks.ranks import Address, Place, Ranks, place
 from benchmarks.records import GrowingRecord, Spread, Tick, machine, record
 from benchmarks.schemes import BenchScheme
@@ -139,7 +139,7 @@ def run(bench: ClusterBench, tick: Tick) -> GrowingRecord:
         with Ranks(PROGRAM, settings, _places(network)) as ranks:
             observer = _Observer(network, ranks, tick)
             for _, measured in ranks.results(settings["jobs"], observer.hear):
-                results.append(assemble(spec, measured, observer.traffic()))
+                results.append(assemble(measured, observer.traffic()))
                 content = {
                     "results": results,
                     "message_bytes": bench.setup.message_bytes,
@@ -217,38 +217,23 @@ class _Observer:
         return between(self._network.spec, before, after)
 
 
-def assemble(spec: Spec, measured: Mapping[str, Any], traffic: Traffic) -> dict[str, Any]:
+def assemble(measured: Mapping[str, Any], traffic: Traffic) -> dict[str, Any]:
     """One result, from what rank 0 reported and the kernel counted over the measured steps; bytes
     are per step.
 
     Args:
-        spec: the cluster.
         measured: the message of ``training.measure``.
         traffic: between the two fences.
     """
     seconds = measured["step_seconds"]
-    steps = measured["counted_steps"]
-    step = Spread.of(seconds)
-    uplink = traffic.mean("node") / steps
     return {
         "scheme": measured["scheme"],
         "micro_batches": measured["micro_batches"],
-        "step_s": step.to_json(),
-        "uplink_bytes_per_step_per_node": round(uplink),
+        "step_s": Spread.of(seconds).to_json(),
+        "uplink_bytes_per_step_per_node": round(traffic.uplink / measured["counted_steps"]),
         "drops": traffic.drops,
         "phases": measured["phases"],
         "uplink_formula": round(measured["formula"]),
-        "uplink_bytes_by_node": {
-            "out": [round(nbytes / steps) for nbytes in traffic.out["node"]],
-            "into": [round(nbytes / steps) for nbytes in traffic.into["node"]],
-        },
-        "level_bytes": {level: round(traffic.mean(level) / steps) for level in LEVELS},
-        "level_rate_share": {
-            level: traffic.busiest(level) / steps / step.median / spec.rates_mbit.bytes_per_s(level)
-            for level in LEVELS
-        },
-        "floor_s": measured["floor_s"],
-        "cpu_s_per_step": measured["cpu_s"],
         "loss": measured["loss"],
         "step_seconds": seconds,
     }

@@ -18,8 +18,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import zero_topo.fsdp as topo
 from benchmarks.emulated_cluster.ring import ring_reduce_scatter_tensor
 from benchmarks.emulated_cluster.spec import Spec
-from benchmarks.floors import Load, loads, stock_loads
 from benchmarks.training_setup import TrainingSetup
+from benchmarks.uplink import stock_uplink, uplink
 from zero_topo.config import ZeroTopoConfig, resolve_config
 from zero_topo.cost import Workload
 from zero_topo.examples.gpt import GPT
@@ -109,17 +109,19 @@ class FsdpEngine:
             self.optimizer.step()
             self.optimizer.zero_grad()
 
-    def expected(self, spec: Spec) -> tuple[list[Load], Stats | None]:
-        """The loads of a step by the formulas, and what our meter counted, if it is ours."""
+    def expected(self, spec: Spec) -> tuple[float, Stats | None]:
+        """Bytes that leave a node in a step by the formulas, and what our meter counted, if it is
+        ours.
+        """
         if isinstance(self.optimizer, topo.ShardedOptimizer):
             stats = topo.stats(self.optimizer)
-            return loads(stats.config, stats.work, spec), stats
+            return uplink(stats.config, stats.work, spec), stats
         numels = [param.numel() for param in self.module.parameters()]
         count = self.gradient_accumulation_steps()
         if self._job["host"] == "fsdp":
-            return stock_loads(numels, count, spec, self._job["ring"]), None
+            return stock_uplink(numels, count, spec, self._job["ring"]), None
         config = resolve_config(ZeroTopoConfig.parse({"scheme": "hsdp"}), spec.topology())
-        return loads(config, Workload.uniform(numels, 2, count), spec), None
+        return uplink(config, Workload.uniform(numels, 2, count), spec), None
 
 
 def _plain_mesh(job: Mapping[str, Any]) -> DeviceMesh:

@@ -12,7 +12,6 @@ Traffic
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -26,12 +25,11 @@ from torch import Tensor
 from benchmarks.peers import ROW, SOURCES, Op, keep_freed_memory, peers
 from benchmarks.records import GrowingRecord, Spread, Tick, record
 from zero_topo.quant import ops
-from zero_topo.quant.operands import DTYPES, Codes, Masters
+from zero_topo.quant.operands import DTYPES
 from zero_topo.quant.operators import BACKENDS, BackendUnavailable, use
-from zero_topo.quant.spec import NF4, BlockSpec, ChangeSpec
+from zero_topo.quant.spec import NF4, BlockSpec
 from zero_topo.units import GB
 
-TURNS = 4  # pairs of INT4 and NF4 for each repeat
 PLACES = 3  # a copy begins where none was for two turns, so that no cache helps it
 
 
@@ -103,11 +101,10 @@ def run(settings: Settings, tick: Tick) -> GrowingRecord:
     Yields:
         The record so far, after each round of one dtype and number of threads; ``results`` has one
         entry per kernel and number of threads: backend, op, dtype, bits, block_size, threads,
-        seconds (with spread), gb_per_s, memcpy_gb_per_s and memcpy_ratio. ``turns``, on a CPU, is
-        that of :func:`_in_turns`. ``skipped`` says what is not there.
+        seconds (with spread), gb_per_s, memcpy_gb_per_s and memcpy_ratio. ``skipped``
+        says what is not there.
     """
     results: list[dict[str, Any]] = []
-    turns: list[dict[str, Any]] = []
     skipped: dict[str, str] = {}
     before = torch.get_num_threads()
     keep_freed_memory()
@@ -122,10 +119,6 @@ def run(settings: Settings, tick: Tick) -> GrowingRecord:
         alien = [(peer.name, op) for peer in others for op in peer.prepare(x)]
         for spec in settings.formats():
             own = [(name, op) for name in backends for op in _ops(spec, x)]
-            if spec.bits == 8 and dtype == "fp32":
-                # Under Triton's kernels the reference serves them.
-                of_codes = _code_ops(spec, x)
-                own += [(name, op) for name in backends if name != "triton" for op in of_codes]
             kernels = [(name, replace(op, prepare=partial(use, name, device))) for name, op in own]
             kernels += [
                 (peer, op)
@@ -138,14 +131,11 @@ def run(settings: Settings, tick: Tick) -> GrowingRecord:
                     {"backend": backend, "op": op.name, "dtype": dtype, **result, "threads": count}
                 )
             tick("kernels", 1)
-        if settings.device == "cpu" and count == 1 and 4 in settings.bits:
-            use(backends[0], device)
-            turns += [{"dtype": dtype, **row} for row in _in_turns(x, settings.repeats)]
         torch.set_num_threads(before)
         yield record(
             "quantizers",
             settings.to_json(),
-            {"device": name, "results": results, "turns": turns, "skipped": skipped},
+            {"device": name, "results": results, "skipped": skipped},
         )
 
 
@@ -184,72 +174,6 @@ def _ops(spec: BlockSpec, x: Tensor) -> list[Op]:
             *kind,
         ),
     ]
-
-
-def _code_ops(spec: BlockSpec, x: Tensor) -> list[Op]:
-    """INT8 weights whose masters have moved so little that no block is sent whole."""
-    codes = Codes.build([(0, x.numel())], 1, spec.block_size, x.device)
-    codes = codes.part(0, len(codes.param_index_of), 1, 1)
-    before, now = (Masters(table[None], 0, 0) for table in (x, x * 1.002))
-    sizes = ChangeSpec(spec.block_size)
-    ops.encode_changes(
-        before, codes, ops.assess_changes(before, codes), sizes.largest(codes.blocks)
-    )
-    change = ops.assess_changes(now, codes)
-    message = ops.encode_changes(
-        now, codes, change, sizes.nbytes(codes.blocks, *change.ends[-1].tolist())
-    )
-    kind = (spec.bits, spec.block_size)
-    masks = x.numel() // 4  # two bits for each value
-    return [
-        Op("assess", lambda: ops.assess_changes(now, codes), 5 * x.numel() + masks, *kind),
-        Op(
-            "emit",
-            lambda: ops.encode_changes(now, codes, change, len(message)),
-            2 * x.numel() + masks + len(message),
-            *kind,
-        ),
-        Op(
-            "apply",
-            lambda: ops.apply_changes(message[None, None], codes, -1),
-            2 * x.numel() + len(message),
-            *kind,
-        ),
-    ]
-
-
-def _in_turns(x: Tensor, repeats: int) -> list[dict[str, Any]]:
-    """Time NF4 next to INT4 by the CPU time of this thread, in pairs; each is first in every second
-    one.
-
-    Returns:
-        One object per operation: ``op``, ``elements``, the seconds of both (with spread), and
-        ``ratio``, the median and quartiles over the pairs of NF4's time over INT4's.
-    """
-    both = (_ops(BlockSpec("int4", 256), x), _ops(NF4, x))
-    rows = []
-    for pair in zip(*both, strict=True):
-        taken: tuple[list[float], list[float]] = ([], [])
-        for turn in range(-1, TURNS * repeats):
-            order = (0, 1) if turn % 2 else (1, 0)
-            for number in order:
-                began = time.thread_time()
-                pair[number].call()
-                took = time.thread_time() - began
-                if turn >= 0:
-                    taken[number].append(took)
-        ratios = [nf4 / int4 for int4, nf4 in zip(*taken, strict=True)]
-        low, median, high = statistics.quantiles(ratios, n=4)
-        rows.append(
-            {
-                "op": pair[0].name,
-                "elements": x.numel(),
-                "int4_s": Spread.of(taken[0]).to_json(),
-                "nf4_s": Spread.of(taken[1]).to_json(),
-                "ratio": {"lower_quartile": low, "median": median, "upper_quartile": high},
-            }
-        )
-    return rows
 
 
 def _timed(ops: Sequence[Op], settings: Settings) -> list[dict[str, Any]]:

@@ -24,8 +24,6 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
-from benchmarks.room import check_room
-
 _FOREIGN = (
     "RANK",
     "LOCAL_",
@@ -108,13 +106,9 @@ class Ranks:
             ``Control``.
         settings: JSON types.
         places: one for each rank.
-
-    Raises:
-        ValueError: if this machine's memory cannot hold so many.
     """
 
     def __init__(self, program: str, settings: Mapping[str, Any], places: Sequence[Place]) -> None:
-        check_room(len(places), 0)
         self._world = {
             "program": program,
             "settings": settings,

@@ -5,12 +5,11 @@ line.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Any
 
 import typer
@@ -22,6 +21,8 @@ from zero_topo.cli.output import print_json
 from zero_topo.observe.runlog import new_run_folder
 
 FAILED = 1
+Result = Mapping[str, Any]
+Columns = Mapping[str, Callable[[Result], object]]
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Outputs:
 
 def measure(
     outputs: Outputs,
-    report: ModuleType,
+    columns: Columns,
     total: int,
     run: Callable[[records.Tick], records.GrowingRecord],
 ) -> dict[str, Any]:
@@ -50,7 +51,7 @@ def measure(
 
     Args:
         outputs: where to.
-        report: a module with ``show(content)``.
+        columns: of the table that is printed: what a result has there, by heading.
         total: ticks of the whole run.
         run: measures.
 
@@ -78,9 +79,22 @@ def measure(
     if outputs.as_json:
         print_json(content)
     else:
-        report.show(content)
+        print(table(content["results"], columns))
         print(f"Written: {file}")
     return content
+
+
+def table(results: Sequence[Result], columns: Columns) -> str:
+    """One line for each result."""
+    rows = [list(columns)]
+    for result in results:
+        rows.append([str(cell(result)) for cell in columns.values()])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 @contextmanager

@@ -33,18 +33,9 @@ from benchmarks.control import Control
 from benchmarks.emulated_cluster.ring import ring_under_deepspeed
 from benchmarks.emulated_cluster.spec import Spec
 from benchmarks.engine_groups import clean_groups
-from benchmarks.floors import (
-    Load,
-    all_reduce_loads,
-    floors,
-    loads,
-    phases,
-    stock_loads,
-    tensor_load,
-    uplink_bytes,
-)
 from benchmarks.fsdp_training import FsdpEngine
 from benchmarks.training_setup import TrainingSetup
+from benchmarks.uplink import all_reduce_uplink, stock_uplink, uplink
 from zero_topo.examples.data import Corpus, batch
 from zero_topo.examples.gpt import GPT
 from zero_topo.examples.process import behave
@@ -265,57 +256,50 @@ def measure(bench: Bench, spec: Spec, job: dict[str, Any]) -> dict[str, Any]:
             "micro_batches": job["micro_batches"],
             "counted_steps": len(last),
             "step_seconds": [after - before for before, after in pairwise(last)],
-            "cpu_s": sum(rank["cpu_s"] for rank in ranks),
             "loss": sum(rank["loss"] for rank in ranks) / len(ranks),
-            **_expected(bench.setup, spec, engine, job),
+            **_expected(spec, engine, job),
         }
 
 
 def _measured_steps(bench: Bench, engine: Any, shared: int) -> dict[str, Any]:
-    """One step more than are timed: when each ended, CPU seconds of a step, and the last loss, on
-    this rank.
-    """
+    """One step more than are timed: when each ended, and the last loss, on this rank."""
     ends = []
-    busy = time.process_time()
     loss = 0.0
     for step in range(bench.warmup, bench.warmup + 1 + bench.steps):
         loss = bench.train_step(engine, step, shared=shared)
         ends.append(time.perf_counter())
         bench.control.send({"event": "step"})
-    return {"ends": ends, "cpu_s": (time.process_time() - busy) / len(ends), "loss": loss}
+    return {"ends": ends, "loss": loss}
 
 
-def _expected(setup: TrainingSetup, spec: Spec, engine: Any, job: dict[str, Any]) -> dict[str, Any]:
+def _expected(spec: Spec, engine: Any, job: dict[str, Any]) -> dict[str, Any]:
     """What the formulas say of the job, and what our own meter and clock, if any, counted on this
     rank.
     """
     stats: Stats | None = None
     parameters = list(engine.module.parameters())
-    expected: list[Load]
     shared = job.get("tensor", 1)
     if isinstance(engine, FsdpEngine):
-        expected, stats = engine.expected(spec)
+        formula, stats = engine.expected(spec)
     elif job.get("stage", 3) == 0:
         sizes = [parameter.numel() for parameter in parameters]
-        expected = all_reduce_loads(sizes, spec, parameters[0].element_size())
+        formula = all_reduce_uplink(sizes, spec, parameters[0].element_size())
     elif job["block"] is None:
         numels = [parameter.ds_numel for parameter in parameters]
         matrices = [
             parameter.ds_numel for parameter in parameters if getattr(parameter, "use_muon", False)
         ]
-        expected = stock_loads(numels, job["micro_batches"], spec, job["ring"], matrices, shared)
+        formula = stock_uplink(numels, job["micro_batches"], spec, job["ring"], matrices, shared)
     else:
         stats = zero_topo.stats(engine)
-        expected = loads(stats.config, stats.work, spec, shared)
-    if shared > 1:
-        expected.append(tensor_load(setup, job["micro_batches"], shared))
-    table = phases(expected, spec)
+        formula = uplink(stats.config, stats.work, spec, shared)
+    phases: dict[str, dict[str, Any]] = {}
     if stats is not None:
         for (phase, domain), nbytes in stats.step_bytes.items():
-            table.setdefault(phase, {}).setdefault("metered", {})[domain] = nbytes
+            phases.setdefault(phase, {}).setdefault("metered", {})[domain] = nbytes
         for phase, seconds in stats.phase_seconds.items():
-            table.setdefault(phase, {})["seconds"] = seconds
-    return {"formula": uplink_bytes(expected), "floor_s": floors(expected, spec), "phases": table}
+            phases.setdefault(phase, {})["seconds"] = seconds
+    return {"formula": formula, "phases": phases}
 
 
 # -- benchmarks convergence ------------------------------------------------------------------------

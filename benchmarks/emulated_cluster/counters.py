@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.emulated_cluster.spec import LEVELS, Spec
+from benchmarks.emulated_cluster.spec import Spec
 
 
 @dataclass(frozen=True)
@@ -44,22 +44,12 @@ class Traffic:
     """What crossed the links between two snapshots.
 
     Attributes:
-        out: level -> bytes that left each unit of that level, in tree order.
-        into: level -> bytes that entered each.
+        uplink: bytes that left a node, on average.
         drops: packets dropped anywhere.
     """
 
-    out: Mapping[str, tuple[int, ...]]
-    into: Mapping[str, tuple[int, ...]]
+    uplink: float
     drops: int
-
-    def mean(self, level: str) -> float:
-        """Bytes that left a unit of a level, on average."""
-        return sum(self.out[level]) / len(self.out[level])
-
-    def busiest(self, level: str) -> int:
-        """Bytes on the busiest direction of the busiest link of a level."""
-        return max(*self.out[level], *self.into[level])
 
 
 def parse_links(text: str) -> dict[str, LinkCounters]:
@@ -87,24 +77,7 @@ def take(links: str, queues: Sequence[str]) -> Snapshot:
 
 
 def between(spec: Spec, before: Snapshot, after: Snapshot) -> Traffic:
-    """What crossed each link from one snapshot to another."""
-
-    def difference(device: str, counter: str) -> int:
-        return int(getattr(after.links[device], counter)) - int(
-            getattr(before.links[device], counter)
-        )
-
-    counts = {"gpu": spec.gpus, "node": spec.nodes}
-    out = {
-        level: tuple(difference(f"{level}{i}-up", "sent") for i in range(n))
-        for level, n in counts.items()
-    }
-    into = {
-        level: tuple(difference(f"{level}{i}-dn", "sent") for i in range(n))
-        for level, n in counts.items()
-    }
-    ranks = range(spec.world_size)
-    out["gcd"] = tuple(difference(f"r{rank}", "received") for rank in ranks)  # what its eth0 sent
-    into["gcd"] = tuple(difference(f"r{rank}", "sent") for rank in ranks)
-    assert set(out) == set(LEVELS)
-    return Traffic(out, into, after.drops - before.drops)
+    """What left the nodes from one snapshot to another."""
+    names = [f"node{node}-up" for node in range(spec.nodes)]
+    sent = [after.links[name].sent - before.links[name].sent for name in names]
+    return Traffic(sum(sent) / spec.nodes, after.drops - before.drops)

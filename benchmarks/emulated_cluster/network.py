@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -23,7 +22,6 @@ from benchmarks.emulated_cluster.spec import LinkRates, Spec
 
 NAMESPACES = Path("/run/netns")
 FAST = LinkRates(10_000, 10_000, 10_000)
-_NAME = re.compile(r"ztopo-(?P<pid>\d+)-(?P<started>\d+)-(?P<number>\d+)-")
 _REST_S = 0.1  # counters that stay equal for so long are at rest
 _PATIENCE_S = 60.0
 
@@ -67,16 +65,6 @@ class EmulatedNetwork:
         """Give every link another rate, such as :data:`FAST` while nothing is measured."""
         for command in commands.limits(self.spec, self.prefix, rates):
             _run(command)
-
-    @contextmanager
-    def cut(self, node: int) -> Iterator[None]:
-        """A node's uplink is down within the block."""
-        link = ("ip", "-n", commands.fabric(self.prefix), "link", "set", f"node{node}-up")
-        _run((*link, "down"))
-        try:
-            yield
-        finally:
-            _run((*link, "up"))
 
     def snapshot(self) -> Snapshot:
         """All counters now."""
@@ -148,48 +136,13 @@ def _kernel_refusal() -> str | None:
     return None
 
 
-def leftovers() -> list[str]:
-    """Namespaces of clusters whose program is gone."""
-    names = sorted(path.name for path in NAMESPACES.iterdir()) if NAMESPACES.is_dir() else []
-    return [name for name in names if (match := _NAME.match(name)) and not _alive(match)]
-
-
-def clean() -> list[str]:
-    """Remove what crashed runs left: their processes, then their namespaces; returns the
-    namespaces' names.
-    """
-    require()
-    found = leftovers()
-    for space in found:
-        for pid in _run(("ip", "netns", "pids", space)).split():
-            os.kill(int(pid), signal.SIGKILL)
-        _run(("ip", "netns", "del", space))
-    return found
-
-
 def _unused_prefix() -> str:
-    """A prefix that names this process (a recycled pid began at another time) and no cluster
-    of it.
-    """
-    pid = os.getpid()
+    """A prefix that names this process and no cluster that is there."""
     for number in itertools.count():
-        prefix = f"ztopo-{pid}-{_start_time(pid)}-{number}"
+        prefix = f"ztopo-{os.getpid()}-{number}"
         if not (NAMESPACES / commands.fabric(prefix)).exists():
             return prefix
     raise AssertionError("count does not end")
-
-
-def _start_time(pid: int) -> str | None:
-    """When a process began, in the kernel's ticks; None if there is none."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    return text.rpartition(")")[2].split()[19]
-
-
-def _alive(match: re.Match[str]) -> bool:
-    return _start_time(int(match["pid"])) == match["started"]
 
 
 @contextmanager

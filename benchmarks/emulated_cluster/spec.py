@@ -15,10 +15,7 @@ from typing import Any
 from zero_topo.strict import Count, read, strict_dataclass
 from zero_topo.topology import Topology
 from zero_topo.topology.presets import emulated
-from zero_topo.units import MB
 
-MBIT = MB // 8  # bytes per second in a Mbit/s
-LEVELS = ("gcd", "gpu", "node")
 ADDRESSES = 1 << 16  # of 10.77.0.0/16
 
 
@@ -35,10 +32,6 @@ class LinkRates:
     gcd: Count
     gpu: Count
     node: Count
-
-    def bytes_per_s(self, level: str) -> int:
-        """Rate of a level's links."""
-        return int(getattr(self, level)) * MBIT
 
 
 @strict_dataclass
@@ -80,10 +73,6 @@ class Spec:
     def world_size(self) -> int:
         """Ranks in all."""
         return self.nodes * self.ranks_per_node
-
-    def ranks_below(self, level: str) -> int:
-        """Ranks behind each link of a level."""
-        return {"gcd": 1, "gpu": self.gcds_per_gpu, "node": self.ranks_per_node}[level]
 
     def address(self, rank: int) -> str:
         """The rank's IPv4 address."""
