@@ -191,32 +191,24 @@ OTHER_PLANS: dict[str, tuple[dict[str, Any], torch.dtype]] = {
     "gradients over a GPU": ({"weights": 1, "secondary": None, "gradients": "gpu"}, torch.float32),
     "gradients over the world": ({"gradients": "world"}, torch.float32),
 }
-"""A plan to go on with; the first has the same peers."""
+"""A plan to go on with."""
 
 
 @pytest.mark.parametrize("other", OTHER_PLANS)
-def test_a_residual_goes_on_with_its_peers_alone(
-    other: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """With other peers it is dropped on all ranks, and one rank warns."""
+def test_a_residual_stays_with_its_plan(other: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Under another one it is dropped on all ranks, and one rank warns."""
     more, dtype = OTHER_PLANS[other]
     w, to = world(block()), replace(world(block(**more)), dtype=dtype)
 
-    def rank_main(rank: int) -> tuple[list[tuple[int, Tensor]], list[tuple[int, Tensor]]]:
+    def rank_main(rank: int) -> bool:
         engine, _ = train(w, rank, 2)
-        saved = copy.deepcopy(engine.state_dict())
+        assert any(row.any() for _, row in residuals_of(engine))
         fresh = to.engine()
-        fresh.load_state_dict(saved)
-        return residuals_of(engine), residuals_of(fresh)
+        fresh.load_state_dict(engine.state_dict())
+        return any(row.any() for _, row in residuals_of(fresh))
 
-    results = run_threads(w.size, rank_main)
-    lost = other != "another secondary"
-    assert [record.levelname for record in caplog.records].count("WARNING") == lost
-    if lost:
-        assert not any(row.any() for _, after in results for _, row in after)
-        return
-    before, after = (summed(w, [of[i] for of in results]) for i in range(2))
-    assert all(torch.equal(a, b) and bool(a.any()) for a, b in zip(before, after, strict=True))
+    assert not any(run_threads(w.size, rank_main))
+    assert [record.levelname for record in caplog.records].count("WARNING") == 1
 
 
 @pytest.mark.parametrize("damaged", [{"residual": torch.zeros(2, 3)}, {"residual": None}, {}])

@@ -31,7 +31,7 @@ from tests.ranks.sync_cases import (
 from tests.ranks.worlds import PLAIN, World, owned, residual_table, shuffled, synced, world
 from zero_topo.cli import main
 from zero_topo.cli.residuals import carry
-from zero_topo.engine.residual_transfer import FILE, STATE_KEY, age_rows, carried, restore
+from zero_topo.engine.residual_transfer import FILE, STATE_KEY, age_rows, carried
 from zero_topo.engine.shards import Layout
 from zero_topo.topology.model import Topology
 from zero_topo.topology.presets import emulated
@@ -134,23 +134,23 @@ def test_a_mask_starts_anew_and_its_first_step_delivers_all_residuals(tmp_path: 
     run_threads(w.size, rank_main)
 
 
-def test_a_mask_of_another_plan_is_not_taken_for_ones_own(tmp_path: Path) -> None:
+def test_a_mask_of_another_plan_is_not_taken_for_ones_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """As many ranks, other degrees: residuals are dropped and the mask begins anew, which is
     said.
     """
     residuals_after(sparse("topo", emulated(2, 2, 2), "radius"), None, 4, tmp_path)
     w = sparse("gradients in a GPU", emulated(2, 2, 2), "radius")
 
-    def rank_main(rank: int) -> str | None:
+    def rank_main(rank: int) -> None:
         (path,) = tmp_path.glob(f"*_rank_{rank}_mp*")
-        saved = torch.load(path, weights_only=False)["optimizer_state_dict"][STATE_KEY]
         engine = w.engine()
-        said = restore(engine.gradients.mode, saved, w.config.plan)
+        engine.load_state_dict(torch.load(path, weights_only=False)["optimizer_state_dict"])
         assert not mode_of(engine).state_dict()["mask"].any()
-        return said
 
-    for said in run_threads(w.size, rank_main):
-        assert said is not None and "without each rank's residual" in said
+    run_threads(w.size, rank_main)
+    assert "zero-topo carry" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -46,23 +46,6 @@ class Masters:
         """View a flat master, state or gradient as ``[N / O, columns]``."""
         return flat.view(self._rows, -1)
 
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ValueError for an optimizer that fills its state before the masters exist."""
-        if optimizer.state:
-            raise ValueError(
-                f"{type(optimizer).__name__} fills its state when it is built, which zero_topo "
-                "cannot replicate; use "
-                'an Adam-like optimizer or "optimizer": "world"'
-            )
-
-    def build(self, rows: Tensor, like: Tensor) -> Tensor:
-        """Return a new leaf tensor ``[N / O * columns]`` with dtype and device of ``like``, filled
-        from ``rows``.
-        """
-        master = like.new_empty(rows.numel())
-        self.table(master).copy_(rows)
-        return master.requires_grad_(True)
-
     def share(self, flat: Tensor, begin: int = 0, width: int | None = None) -> None:
         """Fill the other rows (of some columns) from the ranks that own them; collective if there
         are several rows.

@@ -11,7 +11,7 @@ Note [Residuals of another run]
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from zero_topo.engine.shards import Layout
-from zero_topo.plan import Plan
-from zero_topo.sync import Parameter, SyncMode
+from zero_topo.sync import Parameter
 
 FILE = "zero_topo_residuals.pt"
 STATE_KEY = "zero_topo"  # our entry in DeepSpeed's optimizer checkpoints
@@ -44,42 +43,6 @@ def age_rows(ages: Entries, layout: Layout, names: Sequence[str]) -> Tensor:
         if name in ages:
             layout.parameter(rows, index).copy_(layout.rows(ages[name])[positions])
     return rows
-
-
-def restore(mode: SyncMode, state: Mapping[str, Any], plan: Plan) -> str | None:
-    """Load a checkpoint's state into a mode of sync, if the run has the plan of the checkpoint.
-
-    A residual depends on the set of peers and on the parameters that take part; a mode's other
-    state also depends on which rank needs which sums. Peers and needs follow from the degrees of
-    gradients and optimizer, and from the placement.
-
-    Args:
-        mode: newly built.
-        state: this rank's :meth:`~zero_topo.engine.stage3.Stage3.state_dict`, or empty.
-        plan: the current plan, for as many ranks.
-
-    Returns:
-        A message, if state of another plan was dropped: what the user can do about it. Else None.
-
-    Raises:
-        ValueError: for state of another mode or of other shapes.
-    """
-    sync = state.get("sync")
-    if not sync:
-        return None
-    degrees = [state.get("degrees", {}), plan.degrees()]
-    reduced = [(each.get("gradients"), each.get("optimizer")) for each in degrees]
-    was = state.get("residual_owners")
-    now = mode.residual_owners()
-    if reduced[0] == reduced[1] and (was is None or now is None or was == now._asdict()):
-        mode.load_state_dict(sync)
-        return None
-    plans = [f"gradients over {of[0]} and optimizer over {of[1]}" for of in reduced]
-    return (
-        f"the checkpoint was saved with {' ranks, this run has '.join(plans)}, or with ranks "
-        "elsewhere, or other parameters take part in sync now: sync starts anew, without each "
-        'rank\'s residual; a universal checkpoint and "zero-topo carry" keep the whole residual'
-    )
 
 
 def carried(folder: str | Path | None, parameters: Sequence[Parameter] = ()) -> Carried:

@@ -30,7 +30,6 @@ from zero_topo.engine.residual_transfer import (
     age_rows,
     carried,
     first_line,
-    restore,
 )
 from zero_topo.engine.shards import Layout
 from zero_topo.engine.weights import Weights
@@ -338,11 +337,21 @@ class Stage3:
         self.gradients.zero()
         mode.load_state_dict({})
         problem = lost = degrees = scales = None
+        now = self.config.plan.degrees()
+        owners = mode.residual_owners()
         try:
             degrees = entry.get("degrees")
-            if degrees == self.config.plan.degrees():
+            if degrees == now and entry.get("residual_owners") == (owners and owners._asdict()):
                 scales = entry.get("scales")
-            lost = restore(mode, entry, self.config.plan)
+                mode.load_state_dict(entry.get("sync", {}))
+            elif entry.get("sync"):
+                # A residual depends on the set of peers and on the parameters that take part.
+                lost = (
+                    f"the checkpoint was saved under the degrees {degrees}, this run has {now}, or "
+                    "ranks lie elsewhere, or other parameters take part in sync: sync starts anew, "
+                    'without each rank\'s residual; a universal checkpoint and "zero-topo carry" '
+                    "keep the whole residual"
+                )
         except Exception as error:  # a damaged entry has any content
             problem = first_line(error)
         residuals, ages = carried(folder, self.parameters)

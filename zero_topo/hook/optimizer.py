@@ -156,14 +156,19 @@ class TopoStage3(Stock):
         engines = [self._parts.at(index) for index in range(len(self._parts.columns))]
         if not any(topo.separate_masters for topo in engines):
             return
-        self.topo.masters.check_optimizer(self.optimizer)
+        if self.optimizer.state:
+            raise ValueError(
+                f"{type(self.optimizer).__name__} fills its state when it is built, which "
+                'zero_topo cannot replicate; use an Adam-like optimizer or "optimizer": "world"'
+            )
         self._edits_reach_masters = self.masters_are_weights()
         for i, topo in enumerate(engines):
             if not topo.separate_masters:
                 continue
             begin, end = self._parts.columns[i]
             stock = self.fp32_partitioned_groups_flat[i]
-            master = topo.masters.build(topo.weights.own[:, begin:end], stock)
+            rows = topo.weights.own[:, begin:end].to(stock, copy=True)
+            master = rows.reshape(-1).requires_grad_(True)
             # DeepSpeed finds a master's swapped state by this number.
             master.ds_id = stock.ds_id  # type: ignore[attr-defined]
             if stock.grad is not None:  # optimizer offload: a buffer that each step fills
