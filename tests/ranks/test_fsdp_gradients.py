@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_topo.fsdp as topo
 from tests.harness import run_threads
-from tests.marks import late
+from tests.marks import late, often
 from tests.ranks.fsdp_scripts import (
     EXACT,
     Net,
@@ -110,9 +110,9 @@ def test_saving_changes_no_lossy_training(kind: str) -> None:
     assert run_threads(4, lossy, True, kind)[0] == run_threads(4, lossy, False, kind)[0]
 
 
-def alone(rank: int, sync: dict[str, Any]) -> int:
+def alone(rank: int) -> int:
     """The state dict of one rank, and a copy of all ranks'."""
-    model, optimizer = make({**EXACT, "sync": sync})
+    model, optimizer = make({**EXACT, "sync": {"mode": "quantized"}})
     loss_of(model, 0).backward()
     if rank == 0:
         optimizer.state_dict()
@@ -131,10 +131,9 @@ def _local(value: Tensor) -> Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-@pytest.mark.parametrize("sync", [{"mode": "dense"}, {"mode": "quantized"}])
-def test_a_state_dict_needs_no_other_rank_and_can_be_copied(sync: dict[str, Any]) -> None:
-    """Whether or not sync keeps a residual."""
-    assert run_threads(4, alone, sync) == [1] * 4
+def test_a_state_dict_needs_no_other_rank_and_can_be_copied() -> None:
+    """Also where sync keeps a residual."""
+    assert run_threads(4, alone) == [1] * 4
 
 
 # -- reentrant checkpoints -------------------------------------------------------------------------
@@ -267,13 +266,12 @@ TOGETHER = {
 }
 
 
-def with_weights(block: Mapping[str, Any] | None, change: str, last: bool) -> list[float]:
+def with_weights(block: Mapping[str, Any] | None, change: str) -> list[float]:
     """Losses of a training whose gradients are computed with weights before each step."""
     model, optimizer = make(block, torch.optim.SGD)
     losses = []
     with torch.no_grad():
         for step in range(3):
-            model.set_is_last_backward(last)
             with torch.enable_grad():
                 loss = loss_of(model, step)
                 loss.backward()
@@ -284,11 +282,10 @@ def with_weights(block: Mapping[str, Any] | None, change: str, last: bool) -> li
         return [*losses, mean(loss_of(model, 9))]
 
 
-@pytest.mark.parametrize("last", [True, late(False)])
-@pytest.mark.parametrize("change", TOGETHER)
-def test_gradients_are_computed_with_weights(change: str, last: bool) -> None:
+@pytest.mark.parametrize("change", often(("decayed_at_once",), TOGETHER))
+def test_gradients_are_computed_with_weights(change: str) -> None:
     """An operation on ``param.grad`` and ``param`` is that of plain FSDP2."""
-    close(*both(with_weights, change, last))
+    close(*both(with_weights, change))
 
 
 def written_by_hand(rank: int) -> list[str]:

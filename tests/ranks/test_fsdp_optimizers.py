@@ -226,25 +226,42 @@ def whole(optimizer: Any, model: Any) -> list[Any]:
     return [*moments, float(states[0]["step"])]
 
 
-def reset(how: str, model: Any, optimizer: Any, loss_of: Any) -> list[Any]:
-    """States after two steps, after a change by the user, and two more steps."""
-    found = [steps(model, optimizer, loss_of, range(2)), whole(optimizer, model)]
-    weight = model.out.weight
-    if how == "cleared":
-        optimizer.state.clear()
-    elif how == "another dict":
-        optimizer.state = defaultdict(dict)
-    elif how == "one parameter":
-        del optimizer.state[weight]
-    elif how == "in place":
-        optimizer.state[weight]["exp_avg"].mul_(0.5)
-    else:
-        optimizer.state[weight]["exp_avg"] = torch.zeros_like(optimizer.state[weight]["exp_avg"])
-        optimizer.state[weight]["step"] = torch.tensor(7.0)
-    return [*found, steps(model, optimizer, loss_of, range(2, 4)), whole(optimizer, model)]
+def in_place(optimizer: Any, weight: Any) -> None:
+    """A state is changed."""
+    optimizer.state[weight]["exp_avg"].mul_(0.5)
 
 
-@pytest.mark.parametrize("how", ["cleared", "another dict", "one parameter", "in place", "new"])
-def test_states_are_those_of_fsdp2(how: str) -> None:
+def new(optimizer: Any, weight: Any) -> None:
+    """States are replaced."""
+    optimizer.state[weight]["exp_avg"] = torch.zeros_like(optimizer.state[weight]["exp_avg"])
+    optimizer.state[weight]["step"] = torch.tensor(7.0)
+
+
+def one_parameter(optimizer: Any, weight: Any) -> None:
+    """A parameter loses its states."""
+    del optimizer.state[weight]
+
+
+def cleared(optimizer: Any, weight: Any) -> None:
+    """All parameters lose theirs."""
+    optimizer.state.clear()
+
+
+def another_dict(optimizer: Any, weight: Any) -> None:
+    """A new dict without states."""
+    optimizer.state = defaultdict(dict)
+
+
+def changed(model: Any, optimizer: Any, loss_of: Any) -> list[Any]:
+    """Losses and states of steps, between which the user changes states."""
+    found: list[Any] = [steps(model, optimizer, loss_of, range(2))]
+    for number, change in enumerate((in_place, new, one_parameter, cleared, another_dict)):
+        change(optimizer, model.out.weight)
+        step = 2 + number
+        found += [steps(model, optimizer, loss_of, range(step, step + 1)), whole(optimizer, model)]
+    return found
+
+
+def test_states_are_those_of_fsdp2() -> None:
     """DTensors of the parameters' shapes, and a change of them by the user has its effect."""
-    assert_as_fsdp2(torch.optim.Adam, {"lr": 1e-2}, partial(reset, how))
+    assert_as_fsdp2(torch.optim.Adam, {"lr": 1e-2}, changed)

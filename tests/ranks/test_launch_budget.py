@@ -108,8 +108,7 @@ def launched(name: str, nodes: int, together: int | None = None) -> float:
     ("name", "nodes", "together"),
     [
         *((name, MANY, None) if name in OFTEN else late(name, MANY, None) for name in CASES),
-        ("topo+nf4", ALL, None),
-        *(late(name, ALL, None) for name in ("zero3+dense", "topo+dense", "codes+dense")),
+        *(late(name, ALL, None) for name in ("zero3+dense", "topo+nf4", "codes+dense")),
         *(
             (name, MANY, 4)
             for name in ("zero3+dense", "zero+++dense", "gpu+nf4", "topo+nf4", "codes+dense")

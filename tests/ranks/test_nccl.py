@@ -17,13 +17,15 @@ from tests.harness import run_threads
 from tests.marks import often
 from tests.nccl import nccl_rules
 from tests.ranks.trainer import Trainer
-from tests.ranks.worlds import BLOCKS, COMBINED, World, shuffled, world
+from tests.ranks.worlds import BLOCKS, World, shuffled, world
 from zero_topo.plan import Phase
 from zero_topo.topology.presets import emulated
 
 NUMELS = (5, 64, 501, 512, 512)
 PERSISTENT = (1, 3)
 PARTS = (slice(0, 2), slice(2, 5))
+OFTEN = ("zero++ quantized", "codes", "q4", "two groups, ring", "oktopk", "scape")
+"""Blocks of which each has collectives that the others have not."""
 
 
 @contextmanager
@@ -93,7 +95,7 @@ def trained(w: World, mixed: bool) -> list[Tensor]:
     return run_threads(w.size, rank_main)
 
 
-@pytest.mark.parametrize("name", often(BLOCKS.keys() - set(COMBINED), BLOCKS))
+@pytest.mark.parametrize("name", often(OFTEN, BLOCKS))
 def test_a_step_keeps_the_rules(name: str) -> None:
     """On queues of a CPU and of a GPU, with the weights that a step has without the rules."""
     w = world(BLOCKS[name], shuffled(emulated(2, 2, 2)), NUMELS)

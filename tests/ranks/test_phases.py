@@ -430,7 +430,7 @@ def late_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Group, "_all_gather", slow)
 
 
-@pytest.mark.parametrize("seeds", [range(50), late(range(50, 2000))], ids=["some", "many"])
+@pytest.mark.parametrize("seeds", [range(20), late(range(20, 2000))], ids=["some", "many"])
 @pytest.mark.parametrize("holds", PROPERTIES, ids=lambda holds: holds.__name__)
 def test_property(holds: Callable[[int], None], seeds: range) -> None:
     for seed in seeds:

@@ -71,6 +71,7 @@ def reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZERO_TOPO_QUANT", "reference")
 
 
+@pytest.mark.long
 def test_a_rank_of_75264_starts_in_seconds_and_megabytes() -> None:
     """10 s and 2 GB are promised; it takes about 2 s and 41 MB, most of it lists of ranks."""
     start("topo", machine(16))  # imports are not the engine's

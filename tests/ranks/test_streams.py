@@ -219,7 +219,7 @@ def ways() -> Iterator[Any]:
     """
     for name, *overlaps in product(BLOCKS, (True, False), (True, False)):
         often = all(overlaps) and name not in COMBINED
-        often = often or name in ("topo", "zero++ quantized", "codes", "q4", "oktopk")
+        often = often or name in ("zero++ quantized", "codes")
         yield (name, *overlaps) if often else late(name, *overlaps)
 
 
