@@ -96,19 +96,13 @@ OFFLOAD = {
 }
 CASES: dict[str, Job] = {
     "plain": job(),
-    "fp32": job("fp32"),
-    "on one stream": job(ds=zero(overlap_comm=False)).under(block("topo", overlap=False, **CODES)),
-    "accumulated": job(micro_batches=3),
     "in sub-groups": job(ds=zero(sub_group_size=900, reduce_bucket_size=700)),
     "frozen": replace(job(), model=partial(net, frozen=True)),
     "tied": replace(job(), model=partial(Tied, WIDE)),
     "offloaded": job(micro_batches=2, ds=OFFLOAD),
     "persistent": job(ds=zero(stage3_param_persistence_threshold=800)),
     "every rank stores all": job().under(block("topo", **WHOLE)),
-    "replicated optimizer": job().under(block("topo", optimizer="node", **WHOLE)),
-    "clipped": job(ds={"gradient_clipping": 0.05}),
     "steps skipped": job("fp16", ds=SCALING, loss=overflow),
-    "quantized sync": job().under(block("topo", sync={"mode": "quantized"}, **CODES)),
 }
 
 

@@ -11,11 +11,14 @@ from torch import Tensor
 
 from tests.device import default_dtype
 from tests.harness import run_threads
+from tests.marks import often
 from tests.ranks.trainer import Trainer
-from tests.ranks.worlds import BLOCKS, PARAM_INDICES, World, world
+from tests.ranks.worlds import BLOCKS, PARAM_INDICES, SPARSE, World, world
 from zero_topo.topology.presets import emulated
 
 STEPS = 3
+OFTEN = ("zero++ quantized", "codes", "q4", *SPARSE)
+"""Blocks whose modes create tensors of their own."""
 
 
 def trained(w: World, rank: int) -> list[Tensor]:
@@ -39,7 +42,7 @@ def trained(w: World, rank: int) -> list[Tensor]:
     ]
 
 
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("block", often(OFTEN, BLOCKS))
 def test_the_default_dtype_changes_nothing(block: str) -> None:
     """BF16 and FP16 as the default dtype give the bits, and the dtypes, of FP32."""
     w = world(BLOCKS[block], emulated(2, 1, 2))

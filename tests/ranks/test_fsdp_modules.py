@@ -140,24 +140,6 @@ class T5(nn.Module):
         return self.t5(input_ids=tokens, decoder_input_ids=tokens).logits[0]
 
 
-class Swin(nn.Module):
-    """Hugging Face's Swin: stages of blocks, each with a smaller picture."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        transformers = pytest.importorskip("transformers")
-        sizes = {"embed_dim": 8, "depths": [2, 1], "num_heads": [2, 2], "window_size": 2}
-        config = transformers.SwinConfig(
-            image_size=8, patch_size=1, num_channels=1, drop_path_rate=0.0, **sizes
-        )
-        self.pictures = nn.Linear(WIDTH, 64)
-        self.swin = transformers.SwinModel(config, add_pooling_layer=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        pictures = self.pictures(x).view(-1, 1, 8, 8)
-        return self.swin(pixel_values=pictures).last_hidden_state.mean(dim=1)
-
-
 Build = Callable[[], nn.Module]
 Names = tuple[str, ...]
 STAGES: Names = tuple(
@@ -169,11 +151,6 @@ T5_BLOCKS: Names = tuple(
     for stack, layers in (("encoder", 2), ("decoder", 3))
     for block in "01"
     for layer in (*(f".layer.{index}" for index in range(layers)), "")
-)
-SWIN: Names = tuple(
-    f"swin.encoder.layers.{stage}{block}"
-    for stage, blocks in ((0, 2), (1, 1))
-    for block in (*(f".blocks.{index}" for index in range(blocks)), "")
 )
 MODELS: dict[str, tuple[Build, Names]] = {
     "pyramid": (lambda: net(nn.ModuleList([Stage(), Stage()])), STAGES),
@@ -202,7 +179,6 @@ MODELS: dict[str, tuple[Build, Names]] = {
     "tied head": (tied_head, ("blocks.0",)),
     "experts": (lambda: net(nn.ModuleList([Experts()])), ("blocks.0",)),
     "T5": (T5, T5_BLOCKS),
-    "Swin": (Swin, SWIN),
 }
 
 

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import zero_topo.fsdp as topo
 from tests.harness import run_threads
+from tests.marks import often
 from tests.ranks.fsdp_scripts import EXACT, machine
 
 IN, OUT = 34, 45  # over two ranks the bias ends where no FP32 value may begin
@@ -101,7 +102,9 @@ def train(rank: int, name: str, block: Any) -> tuple[list[float], list[Tensor], 
     return losses, model.gathered, topo.stats(optimizer) if block else None
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", often(("whole numbers, computed in BF16", "several modules together"), CASES)
+)
 def test_each_type_is_sent_as_the_plan_says(name: str) -> None:
     """Unquantized as plain FSDP2; else floats as INT8, near what they are, whole numbers as they
     are, bytes by the formula.

@@ -8,7 +8,6 @@ file.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,7 +18,6 @@ from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
 from tests.harness import run_threads
-from tests.launching import ROOT
 from tests.ranks.sync_cases import mode_of, sync_world
 from tests.ranks.trainer import Trainer
 from tests.ranks.worlds import World, synced
@@ -182,10 +180,3 @@ def test_weights_after_thirty_steps_are_the_algorithms(
         torch.testing.assert_close(
             weights.double(), reference.weights.detach(), atol=1e-6, rtol=1e-6
         )
-
-
-def test_the_page_judges_every_mechanism() -> None:
-    """As better, or different, and how."""
-    tables = (ROOT / "docs/sparse.md").read_text().split("| mechanism | here |\n|---|---|\n")[1:]
-    rows = [row for table in tables for row in table.split("\n\n")[0].splitlines()]
-    assert len(rows) > 25 and all(re.search(r" \| (better|differs: )", row) for row in rows)

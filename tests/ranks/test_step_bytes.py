@@ -1,6 +1,6 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The formula of a step's bytes is what each rank sends, on random machines, plans, formats and
-models.
+"""The formulas are what each rank sends in a step, and what it stores of frozen weights, on random
+machines, plans, formats and models.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.harness import run_threads
 from tests.marks import late
 from tests.ranks.phase_cases import Case, drawn_case
 from zero_topo.config import ZeroTopoConfig, resolve_config
-from zero_topo.cost import step_bytes
+from zero_topo.cost import memory_bytes, step_bytes
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.plan import Phase
 
@@ -89,7 +89,7 @@ class Steps:
 
 
 @pytest.mark.parametrize("seeds", [range(25), late(range(25, 1500))], ids=["some", "many"])
-def test_the_formula_is_what_every_rank_sends(seeds: range) -> None:
+def test_the_formulas_are_what_every_rank_sends_and_stores(seeds: range) -> None:
     """To the byte, by phase and domain; also where the weights are not trained."""
     for seed in seeds:
         rng = random.Random(seed)
@@ -101,7 +101,12 @@ def test_the_formula_is_what_every_rank_sends(seeds: range) -> None:
             steps = Steps(case)
             steps.step(1)  # fills copies that all later steps read
             steps.step(count)
+            work = steps.engine.workload(count)
             sent = Counter(steps.engine.meter.last_step)
-            assert sent == step_bytes(case.config, steps.engine.workload(count)), case
+            assert sent == step_bytes(case.config, work), case
+            memory = steps.engine.memory()
+            formula = memory_bytes(case.config, work, case.dtype.itemsize)
+            assert memory.get("frozen", 0) == formula.get("frozen", 0), case
+            assert case.trained or {**memory, "optimizer": 0} == formula, case
 
         run_threads(case.config.plan.world_size, rank_main)

@@ -20,7 +20,6 @@ from tests.harness import run_threads
 from tests.marks import late, often
 from tests.ranks.sync_cases import (
     CHUNK,
-    HIERARCHY,
     INTERVAL,
     PLACES,
     SYNC,
@@ -302,7 +301,7 @@ BYTES: dict[str, Callable[[], World]] = {
         )
         for setting, (place, shape) in SETTINGS.items()
     },
-    **{f"quantized, {place}": partial(sync_world, "quantized", place) for place in HIERARCHY},
+    "quantized": partial(sync_world, "quantized"),
     "quantized, fp16": partial(sync_world, "quantized", dtype=torch.float16),
 }
 

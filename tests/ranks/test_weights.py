@@ -1,12 +1,12 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Weight shards: their bytes, the errors that keep stale weights from being read, what debug checks
-find. What gathers, publishes, edits and restarts bring is tested in ``test_phases.py``.
+"""Weight shards: the errors that keep stale weights from being read, what debug checks
+find. What gathers, publishes, edits and restarts bring is tested in ``test_phases.py``, bytes in
+``test_step_bytes.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,103 +16,15 @@ from torch import Tensor
 
 from benchmarks.bare import bare_engine, matrices
 from tests.harness import run_threads
-from tests.ranks.worlds import (
-    PARAM_INDICES,
-    PLAIN,
-    SCHEMES,
-    loaded,
-    shuffled,
-    world,
-)
-from zero_topo.cost import by_domain, memory_bytes, step_bytes
+from tests.plans import BLOCK
+from tests.ranks.worlds import PARAM_INDICES, PLAIN, loaded, world
 from zero_topo.engine.buffer import Form
-from zero_topo.engine.stage3 import Stage3
 from zero_topo.engine.weights import Weights
 from zero_topo.hook.parameters import ParameterGathers
 from zero_topo.plan import Phase
-from zero_topo.topology.presets import emulated
 
 TRAINED = (64, 7)
-BLOCK = 64
-NUMELS = (8 * BLOCK, 5, 8 * 2 * BLOCK, 8 * 3 * BLOCK - 7, 100)
-DIMS = (2, 1, 2, 2, 2)
-KEPT = 1
-"""The frozen parameter that is persistent."""
-FROZEN = [
-    replace(parameter, dims=dims, persistent=index == KEPT)
-    for index, (parameter, dims) in enumerate(zip(matrices(NUMELS), DIMS, strict=True))
-]
-MOVING = [index for index in range(len(NUMELS)) if index != KEPT]
-BLOCKS: dict[str, dict[str, Any]] = {
-    **{scheme: {"scheme": scheme} for scheme in SCHEMES},
-    **{f"plain {scheme}": {"scheme": scheme, "quantize": PLAIN} for scheme in SCHEMES},
-    "replicated optimizer": {"scheme": "topo", "optimizer": "node"},
-    "whole": {"scheme": "topo", "weights": "rank", "secondary": None},
-}
-MICRO_BATCHES = 2
-
-
-def gathered(engine: Stage3, indices: Sequence[int], phase: Phase) -> None:
-    """Gather frozen parameters."""
-    engine.sets[1].gather(indices, phase).wait()
-
-
-# -- bytes -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("numels", [TRAINED, ()], ids=["trained", "frozen alone"])
-@pytest.mark.parametrize("name", BLOCKS)
-def test_bytes_stored_and_sent_are_the_plans(name: str, numels: tuple[int, ...]) -> None:
-    """To the byte, and over the world only if the plan's weights are."""
-    w = world(BLOCKS[name], shuffled(emulated(2, 2, 2)), numels)
-    config = w.config if numels else w.config.without_training()
-
-    def rank_main(rank: int) -> None:
-        engine = bare_engine(config, matrices(numels), torch.bfloat16, frozen=FROZEN)
-        if numels:
-            engine.restart()
-        engine.restart_frozen()
-        # The first forward pass fills copies that all later ones read.
-        gathered(engine, MOVING, "gather_forward")
-        engine.meter.reset_step()
-        for _ in range(MICRO_BATCHES):
-            for phase in ("gather_forward", "gather_backward") if numels else ("gather_forward",):
-                if numels:
-                    engine.weights.gather(range(len(numels)), phase).wait()
-                gathered(engine, MOVING, phase)
-        if numels:
-            gathered(engine, [KEPT], "gather_exact")
-        engine.end_step(skipped=True)
-        work = engine.workload(MICRO_BATCHES)
-        sent = {k: n for k, n in step_bytes(config, work).items() if k[0].startswith("gather")}
-        assert dict(engine.meter.last_step) == sent
-        assert by_domain(sent).get("world", 0) == 0 or config.plan.weights == w.size
-        stored = memory_bytes(config, work, 2)
-        if numels:
-            assert engine.memory()["frozen"] == stored["frozen"]
-        else:
-            assert {**engine.memory(), "optimizer": 0} == stored
-
-    run_threads(w.size, rank_main)
-
-
-@pytest.mark.parametrize("scheme", ["topo", "zero3", "zero++", "hsdp"])
-def test_published_bytes_are_the_formula(scheme: str) -> None:
-    """Per domain, for several runs."""
-    w = world({"scheme": scheme, "quantize": PLAIN})
-
-    def rank_main(rank: int) -> None:
-        engine, _ = loaded(w, torch.bfloat16, chunk=600)
-        engine.meter.reset_step()
-        engine.weights.update(engine.weights.own.float())
-        engine.end_step(skipped=False)
-        engine.weights.wait_for_publish()
-        engine.meter.end_step()
-        sent = {k: n for k, n in engine.meter.total.items() if k[0] == "publish"}
-        formula = step_bytes(w.config, engine.workload(1))
-        assert sent == {k: n for k, n in formula.items() if k[0] == "publish"}
-
-    run_threads(w.size, rank_main)
+FROZEN = (8 * BLOCK, 8 * 2 * BLOCK, 8 * 3 * BLOCK - 7)
 
 
 def test_what_never_changes_is_quantized_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,13 +42,14 @@ def test_what_never_changes_is_quantized_once(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Form, "store", counting)
 
     def rank_main(rank: int) -> None:
-        engine = bare_engine(w.config, matrices(TRAINED), torch.bfloat16, frozen=FROZEN)
+        frozen = matrices(FROZEN)
+        engine = bare_engine(w.config, matrices(TRAINED), torch.bfloat16, frozen=frozen)
         engine.restart_frozen()
         for _ in range(3):
-            gathered(engine, MOVING, "gather_forward")
+            engine.sets[1].gather(range(len(frozen)), "gather_forward").wait()
 
     run_threads(w.size, rank_main)
-    assert len(stored) == w.size * len(MOVING)
+    assert len(stored) == w.size * len(FROZEN)
 
 
 # -- errors and debug checks -----------------------------------------------------------------------
