@@ -147,7 +147,7 @@ def check_many(backend: Operators, sources: int, hole: int = -1) -> None:
     """
     numel = 300
     for spec in (BlockSpec("int4"), Cast("bf16")):
-        few = messages_of(spec, numel, 5)
+        few = messages_of(spec, numel, 6)[1:]  # whose sums are no NaN
         table = torch.stack([few[i * i % 5] for i in range(sources)])
         messages = from_sources(table.to(backend.device), hole)
         what = f"{sources} messages without {hole}"

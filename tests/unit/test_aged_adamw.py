@@ -33,23 +33,30 @@ def sparse_sums(steps: int, numel: int, seed: int = 0) -> Iterator[Tensor]:
         residual[came] = 0
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("chunk", "dtype", "betas", "decay"),
+    [
+        (1 << 22, torch.float32, (0.9, 0.95), 0.0),
+        (64, torch.float32, (0.9, 0.999), 0.1),
+        (1000, torch.float64, (0.0, 0.5), 0.2),
+        (7, torch.float32, (0.8, 0.0), 0.3),
+    ],
+)
 def test_where_all_arrives_it_is_adamw_to_the_bit(
-    seed: int, monkeypatch: pytest.MonkeyPatch
+    chunk: int,
+    dtype: torch.dtype,
+    betas: tuple[float, float],
+    decay: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Gradients of any size, in any dtype of the weights, cut into chunks or not.
 
     By the reference, which takes the square root by torch, as AdamW does. Kernels round it
     correctly, torch does not.
     """
-    monkeypatch.setattr(reference_sparse, "UPDATED", (1 << 22, 64, 1000, 7)[seed])
-    generator = torch.Generator().manual_seed(seed)
-    dtype = (torch.float32, torch.float32, torch.float64, torch.float32)[seed]
-    settings = {
-        **SETTINGS,
-        "betas": ((0.9, 0.95), (0.9, 0.999), (0.0, 0.5), (0.8, 0.0))[seed],
-        "weight_decay": 0.1 * seed,
-    }
+    monkeypatch.setattr(reference_sparse, "UPDATED", chunk)
+    generator = torch.Generator().manual_seed(chunk)
+    settings = {**SETTINGS, "betas": betas, "weight_decay": decay}
     ours = [
         torch.randn(shape, generator=generator).to(dtype).requires_grad_(True)
         for shape in ((1,), (333,), (41, 29))

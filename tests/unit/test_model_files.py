@@ -25,6 +25,7 @@ def write(tmp_path: Path, text: str) -> str:
     return str(path)
 
 
+@pytest.mark.long  # twenty models; test_module_tree.py has three
 def test_every_named_model_has_its_published_size() -> None:
     assert {name: load_model(name).params for name in MODELS} == PUBLISHED
 

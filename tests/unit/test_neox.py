@@ -31,7 +31,6 @@ GOOD: dict[str, Any] = {
     "zero_optimization": {"stage": 3},
     "deepspeed_extra_args": {"gradient_clipping": 1.0, "zero_topo": {"scheme": "topo"}},
 }
-SCAPE = {"zero_topo": {"optimizer": "node", "sync": {"mode": "scape"}}, "gradient_clipping": 1.0}
 OFFLOAD = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
 MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     ({"pipe_parallel_size": 1}, "pipe_parallel_size", "1"),
@@ -40,17 +39,10 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     ({"gradient_clipping": 0.5}, "gradient_clipping", "0.5"),
     ({"zero_optimization": OFFLOAD}, "optimizer.type", '"Adam"'),
     ({"zero_topo": {}, "deepspeed_extra_args": {}}, "deepspeed_extra_args.zero_topo", ""),
-    ({"deepspeed_extra_args": 3}, "deepspeed_extra_args.zero_topo", ""),
     # found by `zero-topo check`
     ({"zero_optimization": None}, "zero_optimization.stage", ""),
-    ({"zero_optimization": {"stage": 1}}, "zero_optimization.stage", "1"),
-    ({"zero_optimization": {"stage": "3"}}, "zero_optimization.stage", '"3"'),
     ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention", '"fixed"'),
-    ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16", "true"),
     ({"optimizer": {"type": "OneBitAdam", "params": {}}}, "optimizer", '"OneBitAdam"'),
-    ({"optimizer": {"type": "Adam", "params": {"epsilon": 1}}}, "optimizer", '"epsilon"'),
-    ({"deepspeed_extra_args": SCAPE}, "optimizer.type", '"Adam"'),
-    ({"train_micro_batch_size_per_gpu": None}, "train_micro_batch_size_per_gpu", ""),
     ({"deepspeed_extra_args": {"gradient_clipping": 1.0, "zero_topo": {"x": 1}}}, "x", ""),
 ]
 """A change of GOOD, and the key and value that the line must name."""

@@ -28,84 +28,11 @@ def broken(device: torch.device) -> Serve:
     raise BackendUnavailable("there is no C++ compiler (install g++)")
 
 
-@pytest.fixture
-def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The best backend is not to be had, the next is."""
-    before = operators.use("reference", CPU)
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            operators,
-            "BACKENDS",
-            MappingProxyType({"native": broken, "reference": operators._reference}),
-        )
-        yield
-    operators.use(before, CPU)
-
-
-@pytest.mark.usefixtures("two")
-def test_a_missing_compiler_means_the_next_backend_and_one_line(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """No crash and no silence: the line names what serves and why the better one does not."""
-    with caplog.at_level(logging.INFO, "zero_topo"):
-        assert operators.select(CPU, env={}) == "reference"
-    (line,) = caplog.messages
-    assert (
-        line
-        == "zero_topo: kernels on cpu: reference; not native: there is no C++ compiler (install "
-        "g++)"
-    )
-
-
-@pytest.mark.usefixtures("two")
-def test_a_forced_backend_is_taken_or_refused() -> None:
-    """ZERO_TOPO_QUANT never falls back: what was asked for, or an error that says why and what to
-    do.
-    """
-    assert operators.select(CPU, env={"ZERO_TOPO_QUANT": "reference"}) == "reference"
-    with pytest.raises(
-        ValueError,
-        match=r"ZERO_TOPO_QUANT=native cannot serve cpu: there is no C.. compiler.*unset",
-    ):
-        operators.select(CPU, env={"ZERO_TOPO_QUANT": "native"})
-    with pytest.raises(
-        ValueError, match=r"ZERO_TOPO_QUANT=warp is no quantization backend.*native.*reference"
-    ):
-        operators.select(CPU, env={"ZERO_TOPO_QUANT": "warp"})
-
-
-def test_a_backend_without_kernels_for_a_kind_of_block_does_not_serve(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It would store other values without an error, or fail in the first step; a forced one is
-    refused.
-    """
-    before = operators.use("reference", CPU)
-    monkeypatch.setattr(
-        operators,
-        "BACKENDS",
-        MappingProxyType({"native": wrong, "reference": operators._reference}),
-    )
-    kernels = {"native": ("int8",), "reference": ("int8", "fp6")}
-    monkeypatch.setattr(operators, "KERNELS", MappingProxyType(kernels))
-    with caplog.at_level(logging.INFO, "zero_topo"):
-        assert operators.select(CPU, {"int8", "fp6"}, {}) == "reference"
-    assert caplog.messages == [
-        "zero_topo: kernels on cpu: reference; not native: it has no kernels for fp6"
-    ]
-    with pytest.raises(
-        ValueError,
-        match="ZERO_TOPO_QUANT=native cannot serve cpu: it has no kernels for fp6; unset",
-    ):
-        operators.select(CPU, {"fp6"}, {"ZERO_TOPO_QUANT": "native"})
-    operators.use(before, CPU)
-
-
 def refusing(key: str) -> Callable[[], object]:
     """Serve a quantization that fails, as a module that was built for another GPU does."""
 
     def quantize(*arguments: Any) -> None:
-        raise RuntimeError("zero_topo kernels: the GPU refused the launch: invalid device function")
+        raise RuntimeError("zero_topo kernels: invalid device function")
 
     return serving(quantize)
 
@@ -122,36 +49,58 @@ def wrong(key: str) -> Callable[[], object]:
     return serving(lambda *arguments: None)
 
 
-@pytest.mark.parametrize(
-    ("serve", "reason"),
-    [
-        (
-            refusing,
-            "a first kernel failed (zero_topo kernels: the GPU refused the launch: invalid device "
-            "function)",
-        ),
-        (wrong, f"its first kernel wrote {[0.0] * 8} where 0 to 7 are right"),
-    ],
-)
-def test_a_backend_whose_kernels_do_not_run_is_left_out(
-    serve: Serve, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The next backend serves from the start, in one line, instead of an error in the first
-    gather.
-    """
+@pytest.fixture
+def backends(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """Backends to choose from, the best first; the reference comes last."""
     before = operators.use("reference", CPU)
-    backends = {"native": lambda device: serve, "reference": operators._reference}
-    with monkeypatch.context() as patch, caplog.at_level(logging.INFO, "zero_topo"):
-        patch.setattr(operators, "BACKENDS", MappingProxyType(backends))
-        assert operators.select(CPU, env={}) == "reference"
-    assert caplog.messages == [f"zero_topo: kernels on cpu: reference; not native: {reason}"]
-    sent = ops.quantize(torch.ones(1), Cast("bf16"))
-    assert sent.tolist() == [0x80, 0x3F]
+    found: dict[str, Any] = {}
+    with monkeypatch.context() as patch:
+        patch.setattr(operators, "BACKENDS", found)
+        yield found
+        operators.use("reference", CPU)
     operators.use(before, CPU)
 
 
+@pytest.mark.parametrize(
+    ("native", "kinds", "reason"),
+    [
+        (broken, ("int8",), "there is no C++ compiler"),
+        (lambda device: refusing, ("int8",), "invalid device function"),
+        (lambda device: wrong, ("int8",), f"{[0.0] * 8}"),
+        (lambda device: wrong, ("fp6",), "fp6"),
+    ],
+    ids=["missing", "does not run", "is wrong", "has no such blocks"],
+)
+def test_a_backend_that_cannot_serve_is_left_out_or_refused_if_forced(
+    native: Callable[[torch.device], Serve],
+    kinds: tuple[str, ...],
+    reason: str,
+    backends: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The next one serves from the start, and one line says why; ZERO_TOPO_QUANT never falls
+    back.
+    """
+    backends |= {"native": native, "reference": operators._reference}
+    known = {"native": ("int8",), "reference": ("int8", "fp6")}
+    monkeypatch.setattr(operators, "KERNELS", MappingProxyType(known))
+    with caplog.at_level(logging.INFO, "zero_topo"):
+        assert operators.select(CPU, set(kinds), {}) == "reference"
+    (line,) = caplog.messages
+    assert "kernels on cpu: reference; not native: " in line and reason in line
+    assert ops.quantize(torch.ones(1), Cast("bf16")).tolist() == [0x80, 0x3F]
+    forced = {"ZERO_TOPO_QUANT": "reference"}
+    assert operators.select(CPU, env=forced) == "reference"
+    with pytest.raises(ValueError, match="ZERO_TOPO_QUANT=native") as caught:
+        operators.select(CPU, set(kinds), {"ZERO_TOPO_QUANT": "native"})
+    assert reason in str(caught.value)
+    with pytest.raises(ValueError, match="ZERO_TOPO_QUANT=warp"):
+        operators.select(CPU, env={"ZERO_TOPO_QUANT": "warp"})
+
+
 def test_triton_serves_blocks_and_torch_the_others(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    backends: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """One line says so, with the command that gives kernels for all; what it serves is its own."""
     called: list[str] = []
@@ -161,11 +110,9 @@ def test_triton_serves_blocks_and_torch_the_others(
         reference.quantize(*arguments)
 
     blocks = SimpleNamespace(quantize=quantize)
-    before = operators.use("reference", CPU)
     serve = partial(operators._serve_python, blocks)
-    backends = {"triton": lambda device: serve, "reference": operators._reference}
-    with monkeypatch.context() as patch, caplog.at_level(logging.INFO, "zero_topo"):
-        patch.setattr(operators, "BACKENDS", MappingProxyType(backends))
+    backends |= {"triton": lambda device: serve, "reference": operators._reference}
+    with caplog.at_level(logging.INFO, "zero_topo"):
         assert operators.select(CPU, env={}) == "triton"
         (line,) = caplog.messages
         assert "kernels on cpu: triton" in line and '"zero-topo build"' in line
@@ -176,7 +123,6 @@ def test_triton_serves_blocks_and_torch_the_others(
         operators.use("reference", CPU)
     assert called == ["quantize"] and torch.equal(values, x)
     assert torch.equal(bits, ops.pack(x > 0))
-    operators.use(before, CPU)
 
 
 def test_a_triton_that_is_too_old_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,16 +135,6 @@ def test_a_triton_that_is_too_old_is_left_out(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delattr("triton.knobs", raising=False)
     with pytest.raises(BackendUnavailable, match="older than"):
         operators.BACKENDS["triton"](CPU)
-
-
-def test_every_backend_says_what_it_serves() -> None:
-    """Without its interpreter Triton serves no CPU, and native kernels exist for CPUs and GPUs
-    only.
-    """
-    with pytest.raises(BackendUnavailable, match="interpreter"):
-        operators.BACKENDS["triton"](CPU)
-    with pytest.raises(BackendUnavailable, match="no native kernels for meta"):
-        operators.BACKENDS["native"](torch.device("meta"))
 
 
 def test_torch_operations_serve_intel_tiles(caplog: pytest.LogCaptureFixture) -> None:
@@ -229,17 +165,13 @@ def test_tensors_of_two_devices_are_refused() -> None:
     masters = Masters(x[None], 0, 0)
     far, elsewhere = message.to("meta"), Masters(x[None].to("meta"), 0, 0)
     change = ops.assess_changes(masters, codes)
+    zeros = torch.zeros(1, dtype=torch.uint8, device="meta")
     calls: list[Callable[[], object]] = [
-        lambda: ops.quantize(x, spec, far),
         lambda: ops.dequantize(far, spec, x),
-        lambda: ops.dequantize_reduce(far[None], spec, x),
         lambda: ops.requantize(far[None], spec, message, 64),
-        lambda: ops.assess_changes(elsewhere, codes),
         lambda: ops.encode_changes(elsewhere, codes, change, 1024),
         lambda: ops.apply_changes(far[None, None], codes, -1),
-        lambda: ops.peel(
-            torch.zeros(3, 1024), torch.zeros(1, dtype=torch.uint8, device="meta"), 1, 8
-        ),
+        lambda: ops.peel(torch.zeros(3, 1024), zeros, 1, 8),
     ]
     for call in calls:
         with pytest.raises(ValueError, match="move one of them"):

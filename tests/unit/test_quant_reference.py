@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from zero_topo.quant import ops
-from zero_topo.quant.operands import DTYPES, View, view_of
+from zero_topo.quant.operands import DTYPES, FLOATS, View, view_of
 from zero_topo.quant.spec import NF4, NF4_LEVELS, BlockSpec, Cast
 
 EVEN = [BlockSpec(f"int{bits}", size) for bits in (8, 4) for size in (64, 256)]
@@ -77,17 +77,6 @@ def roundtrip(x: torch.Tensor, spec: BlockSpec) -> torch.Tensor:
     return ops.dequantize(ops.quantize(x, spec), spec, torch.empty(x.shape))
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("numel", [1, 63, 64, 65, 257, 1000])
-def test_round_trip_equals_the_scalar_model_bit_for_bit(
-    spec: BlockSpec, dtype: torch.dtype, numel: int
-) -> None:
-    generator = torch.Generator().manual_seed(numel)
-    x = (torch.randn(numel, generator=generator) * torch.logspace(-3, 2, numel)).to(dtype)
-    assert roundtrip(x, spec).tolist() == scalar_model(x, spec)
-
-
 @given(
     st.lists(
         st.floats(
@@ -101,13 +90,16 @@ def test_round_trip_equals_the_scalar_model_bit_for_bit(
         max_size=130,
     ),
     st.sampled_from(SPECS),
+    st.sampled_from(FLOATS),
 )
-@example([2.0**-99], BlockSpec("int8", 64))  # not yet nothing
-@example([2.0**27, 1.0], NF4)
-@example([2.0**28], NF4)
-@example([7e-13, -7e-13, 1e-12], NF4)
-def test_any_finite_values_equal_the_scalar_model(values: list[float], spec: BlockSpec) -> None:
-    x = torch.tensor(values)
+@example([2.0**-99], BlockSpec("int8", 64), torch.float32)  # not yet nothing
+@example([2.0**27, 1.0], NF4, torch.float32)
+@example([2.0**28], NF4, torch.float32)
+@example([7e-13, -7e-13, 1e-12], NF4, torch.float32)
+def test_any_finite_values_equal_the_scalar_model(
+    values: list[float], spec: BlockSpec, dtype: torch.dtype
+) -> None:
+    x = torch.tensor(values).to(dtype)
     torch.testing.assert_close(
         roundtrip(x, spec), torch.tensor(scalar_model(x, spec)), rtol=0, atol=0, equal_nan=True
     )

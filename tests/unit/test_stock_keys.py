@@ -58,13 +58,11 @@ TRANSLATED = {
             "sync": {"mode": "quantized"},
         },
     ),
-    "loco alone": (LOCO, {"scheme": "zero3"}),
     "mics": ({"mics_shard_size": 4, **ZEROPP}, {"weights": 4, "gradients": 4, "optimizer": 4}),
     "mics in groups": (
         {"mics_shard_size": 4, "mics_hierarchical_params_gather": True},
         {"weights": 4, "gradients": 4, "optimizer": 4},
     ),
-    "mics off": ({"mics_shard_size": -1}, {}),
 }
 
 
@@ -112,18 +110,12 @@ def test_keys_next_to_a_block_are_taken_into_it_where_it_leaves_them_open() -> N
             {"zero_hpz_partition_size": 8},
             ["zero_topo.secondary = 8", '"node"'],
         ),
-        (
-            {"secondary": None},
-            {"zero_hpz_partition_size": 8},
-            ["zero_hpz_partition_size = 8", "null"],
-        ),
         ({"quantize": {"weights": None}}, ZEROPP, ["zero_quantized_weights = true", "null"]),
         (
             {"quantize": 4},
             {"zero_quantized_weights": True},
             ['zero_topo.quantize = {"weights": "int8"}', "which is 4"],
         ),
-        ({"weights": 2}, {"mics_shard_size": 4}, ["mics_shard_size = 4", "weights", "which is 2"]),
         (
             {"sync": {"mode": "dense"}},
             {"zero_quantized_gradients": True, **LOCO},

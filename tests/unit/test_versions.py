@@ -26,20 +26,15 @@ INSIDE = [
 ]
 
 
-@pytest.mark.parametrize(("package", "version"), OUTSIDE)
-def test_a_release_outside_the_range_is_refused(package: str, version: str) -> None:
-    """In one line: what was found, what is supported, the way out."""
-    known, line = SUPPORTED[package], str(refusal(package, version))
-    assert (
-        f"{package} {version} is" in line and f"{known.oldest} to {known.newest}: install" in line
-    )
-    assert f"install {package} {known.pinned}, or" in line and "\n" not in line
-
-
-@pytest.mark.parametrize(("package", "version"), INSIDE)
-def test_a_release_inside_the_range_passes(package: str, version: str) -> None:
-    """Patch releases of torch and builds of a vendor too; 2.10 comes after 2.6."""
-    assert refusal(package, version) is None
+def test_a_release_outside_the_range_is_refused() -> None:
+    """In one line: what was found, what is supported, the way out. Patch releases of torch and
+    builds of a vendor pass; 2.10 comes after 2.6.
+    """
+    for package, version in OUTSIDE:
+        known, line = SUPPORTED[package], str(refusal(package, version))
+        for word in (f"{package} {version}", f"{known.oldest} to {known.newest}", known.pinned):
+            assert word in line and "\n" not in line
+    assert not [given for given in INSIDE if refusal(*given) is not None]
 
 
 def test_a_newer_deepspeed_is_left_to_the_seam() -> None:
