@@ -18,61 +18,6 @@ from zero_topo.config import DenseSync, ZeroTopoConfig
 from zero_topo.config.modes import SYNC_MODES
 from zero_topo.config.parts import QuantizeConfig
 
-MISTAKES: list[tuple[Any, list[str]]] = [
-    ({"sync": {"mode": "tagc", "density": 0.1}}, ["density", "set theta"]),
-    ({"sync": {"mode": "tagc", "ratio": 3}}, ["ratio", "3", "2, 4 or 10"]),
-    ({"sync": {"mode": "tagc", "theta": 1.0}}, ["theta", "1.0"]),
-    (
-        {"shceme": "topo"},
-        ["zero_topo.shceme: unknown key", "did you mean 'scheme'?", "allowed: topology, scheme"],
-    ),
-    (
-        {"quantize": {"weigths": "int8"}},
-        ["zero_topo.quantize.weigths: unknown key", "did you mean 'weights'?"],
-    ),
-    ({"scheme": "tpo"}, ['zero_topo.scheme: "tpo"', "did you mean 'topo'?", "'zero3'"]),
-    ({"sync": {"mode": "dens"}}, ['zero_topo.sync.mode: "dens"', "did you mean 'dense'?"]),
-    (
-        {"sync": {"reduce": "all"}},
-        ["zero_topo.sync.reduce", "'reduce_scatter', 'ring' or 'all_reduce'"],
-    ),
-    (
-        {"quantize": {"gradients": "nf8"}},
-        ["zero_topo.quantize.gradients", "'int8', 'int4' or 'nf4'"],
-    ),
-    ({"weights": "gpus"}, ['zero_topo.weights: "gpus"', "did you mean 'gpu'?", "integer >= 1"]),
-    ({"weights": 2.0}, ["zero_topo.weights: 2.0"]),
-    ({"optimizer": "2"}, ['zero_topo.optimizer: "2"', "integer >= 1"]),
-    ({"topology": 3}, ["zero_topo.topology", "preset", "got 3"]),
-    ([1], ["zero_topo: must be a JSON object, got [1]"]),
-    (
-        {"weights": "gpu", "gradients": "node"},
-        ["zero_topo: ", "without a scheme", "optimizer missing"],
-    ),
-]
-
-
-@pytest.mark.parametrize(
-    ("block", "parts"), MISTAKES, ids=[json.dumps(block) for block, _ in MISTAKES]
-)
-def test_a_mistake_is_one_line_that_names_key_value_and_way_out(
-    block: Any, parts: list[str]
-) -> None:
-    with pytest.raises(ValueError) as caught:
-        ZeroTopoConfig.parse(block)
-    line = str(caught.value)
-    assert "\n" not in line
-    assert [part for part in parts if part not in line] == []
-
-
-def test_two_mistakes_are_both_named() -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"zero_topo\.report.*; also zero_topo\.overlap",
-    ):
-        ZeroTopoConfig.parse({"report": -1, "overlap": 2})
-
-
 MODELS: dict[str, type[BaseModel]] = {
     "": ZeroTopoConfig,
     "quantize": QuantizeConfig,

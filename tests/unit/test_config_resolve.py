@@ -111,25 +111,6 @@ def test_weights_stored_whole_by_every_rank_need_no_secondary_and_the_user_reads
         assert not any("every rank stores all weights" in note for note in quiet.notes)
 
 
-@pytest.mark.parametrize(
-    ("block", "message"),
-    [
-        (
-            {"weights": "node", "gradients": "gpu", "optimizer": "world"},
-            "dependency rule.*gradients degree 2",
-        ),
-        ({"scheme": "topo", "optimizer": "gpu"}, "dependency rule.*optimizer degree 2"),
-        ({"scheme": "topo", "weights": 3}, "weights degree 3 does not divide the world of 8"),
-        ({"scheme": "zero3", "secondary": 16}, "secondary degree 16 does not divide"),
-    ],
-)
-def test_an_impossible_plan_is_refused_with_the_rule_it_breaks(
-    block: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        resolve(**block)
-
-
 RESIDENT: dict[str, Any] = {"weights": "int8", "resident": "int8"}
 CODED: dict[str, Any] = {
     "weights": "gpu",

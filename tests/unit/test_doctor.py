@@ -58,47 +58,41 @@ def test_all_is_well_on_a_good_machine() -> None:
     assert len({finding.subject for finding in findings}) == len(findings)
 
 
-@pytest.mark.parametrize(
-    ("facts", "subject", "state", "words"),
-    [
-        ({"error": "Segmentation fault"}, "torch", FAIL, "Segmentation fault"),
-        ({**REPORTED, "seam": "built for 0.19.8"}, "seam", FAIL, "built for 0.19.8"),
-        (
-            {**REPORTED, "kernels": {"zt_cpu": "not compiled"}},
-            "kernels zt_cpu",
-            WARN,
-            "zero-topo build",
-        ),
-        ({**REPORTED, "kernels": {"zt_cpu": "no ninja"}}, "kernels zt_cpu", WARN, "no ninja"),
-        ({**GPU, "kernels": {"zt_gpu": "no hipcc"}}, "kernels zt_gpu", WARN, "no hipcc"),
-    ],
-)
-def test_a_bad_state_of_torch_is_found(
-    facts: dict[str, Any],
-    subject: str,
-    state: str,
-    words: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(doctor, "torch_state", lambda: facts)
+KERNELS = "kernels zt_cpu"
+STATES: list[tuple[dict[str, Any], str, str, str]] = [
+    ({"error": "Segmentation fault"}, "torch", FAIL, "Segmentation fault"),
+    ({**REPORTED, "seam": "built for 0.19.8"}, "seam", FAIL, "built for 0.19.8"),
+    ({**REPORTED, "kernels": {"zt_cpu": "not compiled"}}, KERNELS, WARN, "zero-topo build"),
+    ({**REPORTED, "kernels": {"zt_cpu": "no ninja"}}, KERNELS, WARN, "no ninja"),
+    ({**GPU, "kernels": {"zt_gpu": "no hipcc"}}, "kernels zt_gpu", WARN, "no hipcc"),
+]
+RELEASES: list[tuple[dict[str, str], str, str]] = [
+    ({}, "deepspeed", "install"),
+    ({"torch": "2.5.1+cpu", "deepspeed": "0.19.8"}, "torch", "2.6 to 2.15"),
+    ({"torch": "2.13.0", "deepspeed": "0.17.6"}, "deepspeed", "0.18.0 to 0.19.8"),
+]
+
+
+def check_found(subject: str, state: str, words: str) -> None:
+    """The worst finding about a subject, in a line."""
     found = worst(finding for finding in examine(None) if finding.subject == subject)
     assert found.state == state and words in found.line() and "\n" not in found.line()
 
 
-@pytest.mark.parametrize(
-    ("versions", "subject", "words"),
-    [
-        ({}, "deepspeed", "install"),
-        ({"torch": "2.5.1+cpu", "deepspeed": "0.19.8"}, "torch", "2.6 to 2.15"),
-        ({"torch": "2.13.0", "deepspeed": "0.17.6"}, "deepspeed", "0.18.0 to 0.19.8"),
-    ],
-)
+@pytest.mark.parametrize(("facts", "subject", "state", "words"), STATES)
+def test_a_bad_state_of_torch_is_found(
+    facts: dict[str, Any], subject: str, state: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "torch_state", lambda: facts)
+    check_found(subject, state, words)
+
+
+@pytest.mark.parametrize(("versions", "subject", "words"), RELEASES)
 def test_other_releases_fail(
     versions: dict[str, str], subject: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(software, "installed", versions.get)
-    found = worst(finding for finding in examine(None) if finding.subject == subject)
-    assert found.state == FAIL and words in found.line()
+    check_found(subject, FAIL, words)
 
 
 def test_a_short_shared_memory_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ def test_figures_are_those_of_the_formulas(run: Run) -> None:
         assert found["memory"] == cost.memory and found["sent_by_domain"] == cost.sent_by_domain
         assert found["at_least_s"] == cost.bounds.at_least
         assert found["at_most_s"] == cost.bounds.at_most
+        assert 0 < cost.bounds.at_least < cost.bounds.at_most < 4 * cost.bounds.at_least
         assert found["quantizes"] == sorted(cost.config.kinds)
         stored = sum(found["memory"].values())
         assert found["fits"] == (stored <= report["memory_limit"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,6 @@ from tests.commands import Run
 from tests.plans import printed
 from zero_topo.config import ZeroTopoConfig, deepspeed_problems
 from zero_topo.config.stock_keys import KEYS, ZERO, switched_on, translate
-from zero_topo.cost.rule import before_a_model
-from zero_topo.topology.presets import load_preset
 
 ZEROPP = {
     "zero_quantized_weights": True,
@@ -132,32 +129,6 @@ def test_keys_that_contradict_the_block_are_refused(
     assert all(word in problem for word in words) and problem.endswith("remove one of the two")
     (key,) = (key for key in KEYS if key in problem)
     assert key in translate(config).config[ZERO]
-
-
-@pytest.mark.parametrize("machine", ["frontier", "dgx-h100", "perlmutter"])
-def test_an_empty_block_next_to_any_keys_of_zeropp_resolves(machine: str) -> None:
-    """The first try of every user of ZeRO++: each combination of its keys, on one node and on
-    many.
-    """
-    values = {
-        "zero_hpz_partition_size": 8,
-        "zero_quantized_weights": True,
-        "zero_quantized_gradients": True,
-        **LOCO,
-    }
-    for keys in chain.from_iterable(combinations(values, n) for n in range(len(values) + 1)):
-        config = stock({}, **{key: values[key] for key in keys})
-        assert deepspeed_problems(config) == []
-        block = ZeroTopoConfig.from_ds_config(config)
-        assert block is not None
-        for ranks in (8, 384):
-            found = before_a_model(block, load_preset(machine, ranks))
-            if found is not None and "zero_hpz_partition_size" in keys:
-                assert (
-                    found.plan.secondary == 8
-                    or found.plan.weights == 1
-                    or found.resident_spec is not None
-                )
 
 
 JSON: st.SearchStrategy[Any] = (

@@ -358,24 +358,6 @@ def test_before_ranks_can_communicate_a_preset_is_as_many_nodes_as_ranks_fill() 
     assert shape(resolve_topology("auto")) == (1, 1, 1)
 
 
-@pytest.mark.parametrize(
-    ("setting", "world_size", "complaint"),
-    [
-        (EMULATED, 4, "2 nodes x 2 GPUs x 2 ranks = 8 ranks but the job has 4"),
-        ("frontire", 8, "topology 'frontire' is unknown; did you mean 'frontier'"),
-        (
-            {"nodes": 2, "gpus_per_node": 4, "ranks_per_gpu": 1, "hosts_per_node": 3},
-            8,
-            "hosts_per_node is 3, which does not divide the 4 ranks of a node",
-        ),
-        (None, 8, "topology is None; it must be 'auto', a preset"),
-    ],
-)
-def test_wrong_settings_are_refused(setting: Any, world_size: int, complaint: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(complaint)):
-        resolve_topology(setting, world_size)
-
-
 @pytest.mark.parametrize("name", ["machine.json", "machine"])
 def test_a_path_is_read(tmp_path: Path, name: str) -> None:
     topology = load_preset("lumi-g", 8)

@@ -5,15 +5,11 @@ fill their nodes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any
-
 import pytest
 
 from tests.steps import shape
 from zero_topo.topology import load_preset, preset_names
-from zero_topo.topology.presets import Machine, emulated_from_json, load_machine, machine_of_cluster
+from zero_topo.topology.presets import Machine, load_machine, machine_of_cluster
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -35,40 +31,6 @@ def test_a_single_node_takes_any_number_of_ranks() -> None:
     topology = load_preset("single-node", 7)
     assert shape(topology) == (1, 7, 1)
     assert "memory_per_rank" not in topology.sources
-
-
-frontier = partial(load_preset, "frontier")
-PER_NODE = "of preset 'frontier', which has 8 ranks per node.*emulated"  # the way out
-SHAPE = {"nodes": 2, "gpus_per_node": 2}
-
-
-@pytest.mark.parametrize(
-    ("make", "given", "complaint"),
-    [
-        (frontier, 4, "world size 4 is less than one node " + PER_NODE),
-        (frontier, 12, "world size 12 does not fill whole nodes " + PER_NODE),
-        (frontier, 0, "world size: .*, got 0"),
-        (load_machine, "fronter", "unknown machine 'fronter'; did you mean 'frontier"),
-        (load_machine, "dgx", "unknown machine 'dgx'; did you mean 'dgx-a100"),
-        (load_machine, "LUMI", "unknown machine 'LUMI'; did you mean 'lumi-g"),
-        (load_machine, "", r"unknown machine '' \(known: "),
-        (emulated_from_json, SHAPE, "missing key 'gcds_per_gpu'"),
-        (emulated_from_json, SHAPE | {"ranks_per_gpu": 2}, "did you mean 'gcds_per_gpu'"),
-        (
-            emulated_from_json,
-            SHAPE | {"gpus_per_node": -2, "gcds_per_gpu": 2},
-            "gpus_per_node: .*, got -2",
-        ),
-    ],
-)
-def test_what_is_no_machine_is_refused(
-    make: Callable[[Any], object], given: Any, complaint: str
-) -> None:
-    """Ranks that do not fill nodes, with the way out; an unknown name, with the nearest; a wrong
-    emulation.
-    """
-    with pytest.raises(ValueError, match=complaint):
-        make(given)
 
 
 def test_clusters_lead_to_their_machine() -> None:
