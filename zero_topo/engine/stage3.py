@@ -205,13 +205,9 @@ class Stage3:
         """
         int8 = None
         if self.config.resident_spec is not None:
-            numels = [numel for each in self.sets for numel in each.layout.numels]
-            coded = [is_coded for each in self.sets for is_coded in each.coded]
-            stored = sum(compress(numels, coded))
-            int8 = (
-                f"stored as INT8: {sum(coded)} of {len(coded)} parameters, {stored} of "
-                f"{sum(numels)} elements"
-            )
+            whole = sum(sum(each.layout.numels) for each in self.sets)
+            coded = sum(sum(compress(each.layout.numels, each.coded)) for each in self.sets)
+            int8 = f"stored as INT8: {coded} of {whole} elements"
         added = None
         if any(self.gradients.backend):
             dtype = str(self.scatter_dtype).removeprefix("torch.")
@@ -318,12 +314,11 @@ class Stage3:
         """Restore :meth:`state_dict` before :meth:`restart`; without saved state, start fresh.
         Collective.
 
-        State of another plan is dropped, and the log says so. If ranks cannot all restore the same
-        state, all start fresh, as otherwise their replicas would diverge.
+        State of another plan is dropped, which the log says. If ranks cannot all restore the same,
+        all start fresh: their replicas would diverge.
 
         Args:
-            saved: DeepSpeed's dictionary of this rank, from a checkpoint of any plan or of stock
-                ZeRO-3.
+            saved: DeepSpeed's dictionary of this rank, of any plan or of stock ZeRO-3.
             folder: the checkpoint's folder; see Note [Residuals of another run] in
                 ``residual_transfer.py``.
 

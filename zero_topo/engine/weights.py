@@ -177,13 +177,11 @@ class Weights:
             self._build_int8(config.resident_spec)
         self.own_row = self.own[self.layout.row(plan.optimizer)]
         self.secondary: Secondary | None = None
-        self._copies: list[Tensor] = []
         if plan.secondary is not None and plan.weights > 1 and self.int8 is None and parameters:
             wires = [config.secondary_spec or wire for wire in plain]
             self.secondary = Secondary(
                 self.layout, mesh, self.primary, plan.secondary, wires, frozen
             )
-            self._copies = self.secondary.stored
             if plan.secondary == plan.weights and config.secondary_spec == config.weights_spec:
                 self.forward = self.secondary.buffer
 
@@ -510,6 +508,10 @@ class Weights:
         """
         sizes = {} if self.int8 is None else self.int8.message_sizes
         return tuple(nbytes for _, nbytes in sorted(sizes.items())) or None
+
+    @property
+    def _copies(self) -> list[Tensor]:
+        return [] if self.secondary is None else self.secondary.stored
 
     def memory(self) -> dict[str, int]:
         """Return the bytes of weights and secondary copies on this rank."""
