@@ -16,6 +16,7 @@ import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.utils.hipify import hipify_python
@@ -353,7 +354,7 @@ WORD = r"LDG.*\.128"
 BF16 = r"F2FP\.BF16"
 TURN = most("SHFL")
 SPLIT = most(r"STG.*U16.*-0x")
-SASS = {
+SASS: dict[str, tuple[Any, ...]] = {
     "quantize_kernelI7zt_int8Li2": (64, 6.4, exactly(8, WORD), most("STG")),
     "quantize_kernelI7zt_int4Li2": (64, 6.2, exactly(8, WORD), most("STG")),
     "quantize_kernelI6zt_nf4Li2": (32, 10.0, exactly(4, WORD), most("STG")),

@@ -106,7 +106,8 @@ def test_the_formulas_are_what_every_rank_sends_and_stores(seeds: range) -> None
             assert sent == step_bytes(case.config, work), case
             memory = steps.engine.memory()
             formula = memory_bytes(case.config, work, case.dtype.itemsize)
-            assert memory.get("frozen", 0) == formula.get("frozen", 0), case
+            for role in ("weights", "secondary", "frozen"):
+                assert memory.get(role, 0) == formula.get(role, 0), (role, case)
             assert case.trained or {**memory, "optimizer": 0} == formula, case
 
         run_threads(case.config.plan.world_size, rank_main)

@@ -63,20 +63,6 @@ def test_our_plans_are_the_rows_of_the_papers_table(row: str, block: dict[str, A
     )
 
 
-CODES = {"weights": "int8", "gradients": "int4", "resident": "int8"}
-
-
-def test_what_a_rank_holds_of_codes_by_hand() -> None:
-    """N = 8, W = 2, O = 8: codes and scales of the matrix, a vector twice over, and the own rows of
-    both in 16 bits.
-    """
-    config = resolve(weights="gpu", gradients="node", optimizer="world", quantize=CODES)
-    work = Workload.uniform([8 * 250, 80], dims=(2, 1))
-    codes, own, vector = 4 * 256 + 128, (250 + 10) * 2, 4 * 10 * 2
-    stored = memory_bytes(config, work, 2)
-    assert (stored["weights"], stored["secondary"]) == (codes + own + vector, 0)
-
-
 def test_a_loss_scaler_makes_quantized_sync_keep_a_residual() -> None:
     """FP16 may skip steps, so the residual cannot be stored among the gradients: 4 bytes for each
     other node's row.
