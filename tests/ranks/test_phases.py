@@ -31,7 +31,7 @@ from zero_topo.plan import Phase
 PHASES: tuple[Phase, ...] = ("gather_forward", "gather_backward", "gather_exact")
 RATES = (1e-3, 1e-2, 0.3)
 """Sizes of updates, beside weights of about 1."""
-SOME = range(60, 80)
+SOME = range(30, 50)
 """Cases that find every row of ``tests/hazards.md`` that names these properties."""
 GARBAGE = 99.0
 """What a file may have in the padding."""
@@ -432,8 +432,10 @@ def late_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Group, "_all_gather", slow)
 
 
-@pytest.mark.parametrize("seeds", [SOME, late(range(80, 2060))], ids=["some", "many"])
+@pytest.mark.parametrize(
+    "seeds", [SOME, late([*range(30), *range(50, 2000)])], ids=["some", "many"]
+)
 @pytest.mark.parametrize("holds", PROPERTIES, ids=lambda holds: holds.__name__)
-def test_property(holds: Callable[[int], None], seeds: range) -> None:
+def test_property(holds: Callable[[int], None], seeds: Sequence[int]) -> None:
     for seed in seeds:
         holds(seed)
