@@ -16,7 +16,7 @@ from zero_topo.collectives.transport import all_gather, as_bytes
 from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Hierarchy
 from zero_topo.plan import Phase
-from zero_topo.quant.operands import DTYPES, FLOATS, View, view_of
+from zero_topo.quant.operands import DTYPES, FLOATS, View, at_blocks, total_numel, view_of
 from zero_topo.quant.ops import cast_to, dequantize, quantize
 from zero_topo.quant.spec import Cast, Format
 
@@ -112,7 +112,8 @@ class Buffer:
     ) -> Handle[list[Tensor]]:
         """Gather whole parameters by one collective.
 
-        Each quantized parameter has a message of its own. All others share one, the last.
+        Each packed buffer is a message of its own. All others share one for each format; in it
+        each parameter begins a block.
 
         Args:
             param_indices: parameters, in the same order on every rank.
@@ -145,20 +146,25 @@ class Buffer:
     def _messages(self, param_indices: Sequence[int]) -> tuple[list[list[int]], list[int]]:
         """Return the parameters of each message of a gather, and its bytes."""
         messages = list[list[int]]()
-        sizes = list[int]()
-        exact = list[int]()
-        rest = 0
+        blocks = dict[Format, list[int]]()
+        floats = dict[Format, list[int]]()
         for index in param_indices:
             form = self.forms[index]
-            if form.wire.lossy:
+            if form.packed:
                 messages.append([index])
-                sizes.append(form.nbytes)
             else:
-                exact.append(index)
-                rest += form.nbytes
-        if exact:
-            messages.append(exact)
-            sizes.append(rest)
+                together = blocks if form.wire.lossy else floats
+                together.setdefault(form.wire, []).append(index)
+        # Floats come last, as blocks begin at aligned bytes.
+        messages.extend(blocks.values())
+        messages.extend(floats.values())
+        # A shared message may be shorter than those of its parameters: the rest is not used.
+        sizes = list[int]()
+        for message in messages:
+            size = 0
+            for index in message:
+                size += self.forms[index].nbytes
+            sizes.append(size)
         return messages, sizes
 
     def _pack(self, messages: Sequence[Sequence[int]], sizes: Sequence[int]) -> Tensor:
@@ -172,24 +178,30 @@ class Buffer:
             sent = self.forms[message[0]].sent
             if len(message) == 1 and sent is not None:
                 stored[number] = sent
-        # Several messages that all must be encoded: each directly at its place in the buffer.
-        if len(messages) > 1 and not stored:
-            first = self.forms[messages[0][0]]
-            buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=first.data.device)
+        device = self.forms[messages[0][0]].data.device
+        # Each directly at its place in the buffer.
+        if not stored:
+            buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
             for message, out in zip(messages, buffer.split(list(sizes)), strict=True):
                 self._encode(message, out)
             return buffer
-        for number, message in enumerate(messages):
+        for number, size in enumerate(sizes):
             if number not in stored:
-                stored[number] = self._encode(message)
+                out = torch.empty(size, dtype=torch.uint8, device=device)
+                stored[number] = out
+                self._encode(messages[number], out)
         if len(messages) == 1:
             return stored[0]
         return torch.cat([stored[number] for number in range(len(messages))])
 
-    def _encode(self, message: Sequence[int], out: Tensor | None = None) -> Tensor:
+    def _encode(self, message: Sequence[int], out: Tensor) -> None:
+        wire = self.forms[message[0]].wire
         forms = map(self.forms.__getitem__, message)
         views = list(map(attrgetter("view"), forms))
-        return quantize(views, self.forms[message[0]].wire, out)
+        if len(views) > 1:
+            views = at_blocks(views, wire.block_size)
+            out = out[: wire.nbytes(total_numel(views))]
+        quantize(views, wire, out)
 
     def _decode(self, message: Sequence[int], table: Tensor, flats: dict[int, Tensor]) -> None:
         """Decode one message of all members into whole parameters, flat with padding, by index."""
@@ -201,7 +213,11 @@ class Buffer:
             flat = table.new_empty(layout.padded_numels[index], dtype=self._dtype)
             flats[index] = flat
             places.append(self.forms[index].place(flat, world_size, self._hierarchy.size))
-        dequantize(table, self.forms[message[0]].wire, places)
+        wire = self.forms[message[0]].wire
+        if len(places) > 1:
+            places = at_blocks(places, wire.block_size)
+            table = table[..., : wire.nbytes(total_numel(places))]
+        dequantize(table, wire, places)
 
     def _stored(self, index: int) -> Tensor:
         """Return a whole parameter of which this rank stores all rows."""
