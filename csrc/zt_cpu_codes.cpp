@@ -193,6 +193,7 @@ struct Writer {
     const zt_masters &masters;
     const zt_codes &codes;
     const zt_change &change;
+    const int64_t blocks;
     const Layout layout;
     uint8_t *const message;
 
@@ -213,6 +214,12 @@ struct Writer {
         auto *const stored = reinterpret_cast<int8_t *>(codes.stored + place.codes);
         const uint8_t *const counts = change.counts + block * layout.tiles;
         Ends at = before(block);
+        memcpy(message + layout.counts + block * layout.tiles, counts, static_cast<size_t>(layout.tiles));
+        if ((block + 1) % ZT_CHANGES_CHUNK == 0 || block + 1 == blocks) {
+            const Ends end = before(block + 1);
+            const uint32_t entry[2] = {static_cast<uint32_t>(end.whole), static_cast<uint32_t>(end.bytes)};
+            memcpy(message + block / ZT_CHANGES_CHUNK * 8, entry, 8);
+        }
         const float scale = change.scales[block];
         alignas(64) float buffer[kMostBlock];
         if (*counts == ZT_CHANGES_WHOLE) {
@@ -322,7 +329,7 @@ extern "C" int zt_cpu_codes_emit(zt_masters masters, zt_codes codes, zt_part par
     ZT_TRY(check_columns(walk, part.end - part.begin, blocks, &masters));
     const Kernels *chosen = kernels(level);
     if (!chosen) return ZT_BAD_LEVEL;
-    Writer writer = {*chosen, masters, codes, change, Layout(codes.block, n, all), message};
+    Writer writer = {*chosen, masters, codes, change, n, Layout(codes.block, n, all), message};
     if (nbytes < writer.layout.nbytes) return ZT_BAD_SIZE;
     for (int64_t block = blocks.begin; block < blocks.end; ++block)
         if (!writer.valid(block, all)) return ZT_BAD_SIZE;

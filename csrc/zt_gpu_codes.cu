@@ -26,7 +26,7 @@ template <int UNITS> ZT_DEVICE void zt_load_masters(zt_home home, int32_t block,
 }
 
 /* A unit's codes, 128 more than they are: as bytes from 1 to 255; Note [Exact tricks]. All are 0 if inverse is. */
-ZT_DEVICE zt_packed<8> zt_code_unit(const float *v, float inverse) {
+template <bool CLAMP> ZT_DEVICE zt_packed<8> zt_code_unit(const float *v, float inverse) {
     const uint32_t keep = inverse > 0.0f ? ~0u : 0;
     zt_packed<8> packed;
 #pragma unroll
@@ -34,7 +34,8 @@ ZT_DEVICE zt_packed<8> zt_code_unit(const float *v, float inverse) {
         uint32_t sum = 0;
 #pragma unroll
         for (int k = 3; k >= 0; k--) {
-            const float code = fminf(fmaxf(zt_mul(v[4 * w + k], inverse), -127.0f), 127.0f);
+            float code = zt_mul(v[4 * w + k], inverse);
+            if (CLAMP) code = fminf(fmaxf(code, -127.0f), 127.0f);
             sum = (sum << 8) + zt_bits<uint32_t>(zt_add(code, 12582912.0f + 128.0f));
         }
         packed.word[w] = ((sum - 0x8b400000u) & keep) | (0x80808080u & ~keep);
@@ -46,50 +47,44 @@ ZT_DEVICE zt_packed<8> zt_biased(zt_packed<8> packed) {
     return {{packed.word[0] ^ 0x80808080u, packed.word[1] ^ 0x80808080u}};
 }
 
-/* Bits where bytes are more than 1 apart: halves of 257 + d say so of every other one. */
-ZT_DEVICE uint32_t zt_far(uint32_t now, uint32_t before) {
-    const uint32_t even = zt_even(now) + 0x01010101u - zt_even(before);
-    const uint32_t odd = zt_odd(now) + 0x01010101u - zt_odd(before);
-    return (((even ^ 0x01000100u) + 0x00010001u) | ((odd ^ 0x01000100u) + 0x00010001u)) & 0xfffcfffcu;
+/* The highest bits of four bytes -> the highest four bits; the others are not cleared. */
+ZT_DEVICE uint32_t zt_gathered(uint32_t bytes) { return (bytes & zt_in_lane(0x80808080u)) * zt_in_lane(0x00204081u); }
+
+/* Of four bytes which differ, in the highest bits. */
+ZT_DEVICE uint32_t zt_differing(uint32_t both) {
+    const uint32_t low = zt_in_lane(0x7f7f7f7fu);
+    return ((both & low) + low) | both;
 }
 
-/* Of each byte: 1 + the sign of now - before. Halves of 512 + d have bit 9 where d >= 0; one less, where d > 0. */
-ZT_DEVICE uint32_t zt_signs(uint32_t now, uint32_t before) {
-    const uint32_t bit = 0x02000200u, one = 0x00010001u;
-    const uint32_t even = zt_even(now) + bit - zt_even(before), odd = zt_odd(now) + bit - zt_odd(before);
-    return (((even & bit) + ((even - one) & bit)) >> 9) + (((odd & bit) + ((odd - one) & bit)) >> 1);
-}
-
-/* The lowest bits of four bytes -> four bits. */
-ZT_DEVICE uint32_t zt_gathered(uint32_t bytes) { return (bytes & 0x01010101u) * 0x01020408u >> 24; }
-
-/* The codes of a unit that change, a bit each, and from bit 8 on those that decrease. */
+/* The codes of a unit that change, a bit each, and from bit 8 on those that decrease: which matters only where all change
+ * by one. Then the lowest bit flips, and the next one too if it is borrowed from (before: even) or carried to (odd). */
 ZT_DEVICE uint32_t zt_masks(zt_packed<8> now, zt_packed<8> before) {
-    const uint32_t low = zt_signs(now.word[0], before.word[0]), high = zt_signs(now.word[1], before.word[1]);
-    const uint32_t kept = zt_gathered(low) | zt_gathered(high) << 4;
-    const uint32_t more = zt_gathered(low >> 1) | zt_gathered(high >> 1) << 4;
-    return (~kept & 255) | (~(kept | more) & 255) << 8;
+    const uint32_t low = now.word[0] ^ before.word[0], high = now.word[1] ^ before.word[1];
+    const uint32_t differ = zt_gathered(zt_differing(low)) >> 28 | (zt_gathered(zt_differing(high)) >> 24 & 0xf0u);
+    const uint32_t first = low << 6 ^ before.word[0] << 7, second = high << 6 ^ before.word[1] << 7;
+    const uint32_t less = zt_gathered(first) >> 28 | (zt_gathered(second) >> 24 & 0xf0u);
+    return differ | (less & differ) << 8;
 }
 
 /* The largest |x| (bits; NaN is larger than all) of `lanes` lanes' values. */
-template <int N> ZT_DEVICE uint32_t zt_top(const float *v, int lanes) {
-    uint32_t most = 0;
+template <int N> ZT_DEVICE float zt_top(const float *v, int lanes) {
+    float most = 0.0f;
 #pragma unroll
-    for (int k = 0; k < N; k++) {
-        const uint32_t size = zt_bits<uint32_t>(v[k]) & 0x7fffffffu;
-        most = size > most ? size : most;
-    }
-    for (int by = lanes / 2; by > 0; by /= 2) {
-        const uint32_t other = zt_shuffle_xor(most, by, lanes);
-        most = other > most ? other : most;
-    }
+    for (int k = 0; k < N; k++) most = zt_larger(most, v[k]);
+    for (int by = lanes / 2; by > 0; by /= 2)
+        most = zt_larger(most, zt_bits<float>(zt_shuffle_xor(zt_bits<uint32_t>(most), by, lanes)));
     return most;
 }
 
-template <int UNITS>
+/* A block is shared by LANES lanes, or by as many as it has units. Their units lie side by side, so that of a tile of 16
+ * units each lane has one, or two if only 8 share a block. What is summed up over a tile is its count of changes and, from
+ * bit 8 on, how many units have a large one: two tiles in a word. */
+template <int LANES, int UNITS>
 ZT_KERNEL(ZT_THREADS, UNITS == 1 ? 5 : UNITS == 8 ? 2 : 3) zt_assess_kernel(ZT_ARGUMENTS zt_codes_arguments a) {
-    const int lane = (int)threadIdx.x % ZT_WARP, lanes = UNITS == 1 ? a.codes.block / ZT_UNIT : ZT_WARP;
-    const int bits = __ffs(lanes) - 1, group = zt_changes_tile(a.codes.block) / ZT_UNIT; /* lanes of a tile */
+    const int lane = (int)threadIdx.x % ZT_WARP, lanes = LANES ? LANES : a.codes.block / ZT_UNIT;
+    const int bits = __ffs(lanes) - 1, group = lanes < 16 ? lanes : 16; /* lanes of a tile */
+    const int masked = LANES ? 16 : lanes;                              /* bytes of a mask */
+    constexpr int many = LANES == 8 ? 2 : 1, tiles = UNITS / many;      /* a lane's units of a tile; its tiles */
     const zt_place place = {0, 0, 0, lane & (lanes - 1), lanes};
     const int64_t step = zt_tile_step();
     for (int64_t tile = zt_first_tile(); tile < a.tiles; tile += step) {
@@ -101,46 +96,65 @@ ZT_KERNEL(ZT_THREADS, UNITS == 1 ? 5 : UNITS == 8 ? 2 : 3) zt_assess_kernel(ZT_A
             stored = zt_load<uint32_t>(mine.scale);
         }
 #pragma unroll 1
-        for (int from = lane >> bits; from < ZT_WARP; from += ZT_WARP >> bits) {
+        for (int first = 0; first < ZT_WARP; first += ZT_WARP >> bits) { /* the same for all lanes, as they shuffle */
+            const int from = first + (lane >> bits);
             const zt_home home = zt_home_of_lane(mine, from);
             const uint32_t old = zt_shuffle(stored, from, ZT_WARP);
             float v[UNITS * ZT_UNIT];
             zt_packed<8> before[UNITS] = {};
             zt_load_masters<UNITS>(home, a.codes.block, place, v);
+            if (home.codes) {
 #pragma unroll
-            for (int u = 0; u < UNITS; u++)
-                if (home.codes) before[u] = zt_load_packed<8>(home.codes + zt_unit_offset(place, u));
-            const float top = zt_bits<float>(zt_top<UNITS * ZT_UNIT>(v, lanes));
-            const float scale = zt_codes_scale(top, zt_bits<float>(old));
-            const float inverse = zt_codes_inverse(scale);
-            const int values = group * ZT_UNIT;
-            const int64_t block = begin + from;
-            bool many = false;
-            uint32_t size = 0, counts[UNITS];
-#pragma unroll
-            for (int u = 0; u < UNITS; u++) {
-                const zt_packed<8> now = zt_code_unit(v + u * ZT_UNIT, inverse), was = zt_biased(before[u]);
-                const uint32_t masks = zt_masks(now, was);
-                const bool far = zt_far(now.word[0], was.word[0]) | zt_far(now.word[1], was.word[1]);
-                uint32_t count = (uint32_t)__popc(masks & 255) + ((uint32_t)far << 16);
-                for (int by = group / 2; by > 0; by /= 2) count += zt_shuffle_xor(count, by, group);
-                many |= (int)(count & 0xffff) > zt_changes_most(values);
-                counts[u] = (count & 0xffff) + (count >> 16 ? ZT_CHANGES_LARGE : 0);
-                const int unit = zt_unit_of(place, u), tile = unit / group, inside = unit % group;
-                if (inside == 0) size += (uint32_t)zt_changes_bytes(values, (int)counts[u]);
-                if (!home.codes) continue;
-                uint8_t *to = a.steps + block * (a.codes.block / 4) + tile * 2 * group + inside;
-                zt_store<uint8_t>(to, (uint8_t)masks), zt_store<uint8_t>(to + group, (uint8_t)(masks >> 8));
+                for (int u = 0; u < UNITS; u++) before[u] = zt_load_packed<8>(home.codes + zt_unit_offset(place, u));
             }
-            const uint32_t full = zt_ballot(many) >> (lane - place.lane) & (uint32_t)((2ull << (lanes - 1)) - 1);
-            const bool whole = full || zt_bits<uint32_t>(scale) != old;
-            for (int by = lanes / 2; by > 0; by /= 2) size += zt_shuffle_xor(size, by, lanes);
-            if (!home.codes) continue;
+            const float top = zt_top<UNITS * ZT_UNIT>(v, lanes);
+            const float scale = zt_codes_scale(top, zt_bits<float>(old));
+            float inverse = zt_codes_inverse(scale);
+            if (!(zt_mul(top, inverse) < 127.5f)) { /* a scale that was not made here; else no product is that large */
+#pragma unroll
+                for (int k = 0; k < UNITS * ZT_UNIT; k++) v[k] = fminf(fmaxf(zt_mul(v[k], inverse), -127.0f), 127.0f);
+                inverse = inverse > 0.0f ? 1.0f : 0.0f;
+            }
+            const int values = a.codes.block < ZT_CHANGES_TILE ? a.codes.block : ZT_CHANGES_TILE;
+            const int64_t block = begin + from;
+            uint32_t masks[UNITS], sums[(tiles + 1) / 2] = {};
 #pragma unroll
             for (int u = 0; u < UNITS; u++) {
-                const int unit = zt_unit_of(place, u);
-                uint8_t *to = a.counts + block * (a.codes.block / values) + unit / group;
-                if (unit % group == 0) zt_store<uint8_t>(to, whole ? ZT_CHANGES_WHOLE : (uint8_t)counts[u]);
+                const zt_packed<8> now = zt_code_unit<false>(v + u * ZT_UNIT, inverse), was = zt_biased(before[u]);
+                masks[u] = zt_masks(now, was);
+                const uint32_t count = (uint32_t)__popc(masks[u] & 255);
+                const uint32_t apart = zt_apart(now.word[0], was.word[0], zt_apart(now.word[1], was.word[1], 0));
+                sums[u / many / 2] += (count + (apart != count ? 256 : 0)) << u / many % 2 * 16;
+            }
+            if (home.codes) {
+                uint8_t *const steps = a.steps + block * (a.codes.block / 4);
+#pragma unroll
+                for (int u = 0; u < UNITS; u++) {
+                    const int unit = zt_unit_of(place, u);
+                    uint8_t *to = steps + (unit & -16) * 2 + unit % 16;
+                    zt_store<uint8_t>(to, (uint8_t)masks[u]), zt_store<uint8_t>(to + masked, (uint8_t)(masks[u] >> 8));
+                }
+            }
+#pragma unroll
+            for (int w = 0; w < (tiles + 1) / 2; w++)
+                for (int by = group / 2; by > 0; by /= 2) sums[w] += zt_shuffle_xor(sums[w], by, group);
+            uint32_t counts[tiles], size = 0, whole = zt_bits<uint32_t>(scale) != old;
+#pragma unroll
+            for (int t = 0; t < tiles; t++) {
+                const uint32_t sum = sums[t / 2] >> t % 2 * 16 & 0xffff;
+                whole |= (int)(sum & 255) > zt_changes_most(values);
+                counts[t] = (sum & 255) + (sum >> 8 ? ZT_CHANGES_LARGE : 0);
+                size += (uint32_t)zt_changes_bytes(values, (int)counts[t]);
+            }
+            if (LANES == 32) { /* two tiles side by side */
+                whole |= zt_shuffle_xor(whole, 16, ZT_WARP);
+                size += zt_shuffle_xor(size, 16, ZT_WARP);
+            }
+            if (!home.codes || place.lane % 16) continue;
+#pragma unroll
+            for (int t = 0; t < tiles; t++) {
+                uint8_t *to = a.counts + block * (a.codes.block / values) + zt_unit_of(place, t * many) / 16;
+                zt_store<uint8_t>(to, whole ? ZT_CHANGES_WHOLE : (uint8_t)counts[t]);
             }
             if (place.lane) continue;
             zt_store<float>(a.scales + block, scale);
@@ -156,7 +170,7 @@ ZT_DEVICE void zt_emit_whole(const zt_codes_arguments &a, zt_home home, float in
     for (int unit = lane; unit < a.codes.block / ZT_UNIT; unit += ZT_WARP) {
         float v[ZT_UNIT];
         zt_load_masters<1>(home, a.codes.block, {0, 0, 0, unit, 0}, v);
-        const zt_packed<8> now = zt_biased(zt_code_unit(v, inverse));
+        const zt_packed<8> now = zt_biased(zt_code_unit<true>(v, inverse));
         zt_store_packed<8>(home.codes + unit * ZT_UNIT, now);
         zt_store_packed<8>(to + unit * ZT_UNIT, now);
     }
@@ -213,6 +227,18 @@ ZT_DEVICE void zt_emit_new(const uint8_t *steps, int tile, int number, zt_home h
     }
 }
 
+/* Ends and counts of a message. */
+ZT_DEVICE void zt_emit_planes(const zt_codes_arguments &a, int tiles) {
+    uint8_t *counts = a.message + zt_changes_counts_offset(a.blocks);
+    for (int64_t i = zt_first_tile() * ZT_WARP + threadIdx.x % ZT_WARP; i < a.blocks; i += zt_tile_step() * ZT_WARP) {
+        for (int t = 0; t < tiles; t++)
+            zt_store<uint8_t>(counts + i * tiles + t, zt_load<uint8_t>(a.change.counts + i * tiles + t));
+        if ((i + 1) % ZT_CHANGES_CHUNK && i + 1 != a.blocks) continue;
+        const uint64_t whole = zt_load<uint64_t>(a.change.ends + 2 * i), bytes = zt_load<uint64_t>(a.change.ends + 2 * i + 1);
+        zt_store<uint2>(a.message + i / ZT_CHANGES_CHUNK * 8, uint2{(uint32_t)whole, (uint32_t)bytes});
+    }
+}
+
 /* 32 lanes take 32 blocks. Nothing is written if the message has no room for all blocks' changes. */
 ZT_KERNEL(ZT_THREADS, 4) zt_emit_kernel(ZT_ARGUMENTS zt_codes_arguments a) {
     const int block = a.codes.block, tile = zt_changes_tile(block), tiles = block / tile;
@@ -222,6 +248,7 @@ ZT_KERNEL(ZT_THREADS, 4) zt_emit_kernel(ZT_ARGUMENTS zt_codes_arguments a) {
     if (all < 0 || all > a.blocks || bytes < 0 || bytes > a.nbytes) return;
     const int64_t codes_at = zt_changes_codes_offset(block, a.blocks, all), changes_at = codes_at + all * block;
     if (changes_at + bytes > a.nbytes) return;
+    zt_emit_planes(a, tiles);
     for (int64_t begin = zt_first_tile() * ZT_WARP; begin < a.blocks; begin += step * ZT_WARP) {
         const int64_t i = begin + lane;
         zt_home mine = {nullptr, nullptr, nullptr, 0};
@@ -288,9 +315,10 @@ int zt_gpu_codes_assess(zt_masters masters, zt_codes codes, zt_part part, float 
     if (a.blocks > 0 && (!scales || !counts || !steps || !sizes)) return ZT_BAD_SIZE;
     a.scales = scales, a.counts = counts, a.steps = steps, a.sizes = sizes;
     a.tiles = zt_blocks_for(a.blocks, ZT_WARP);
-    if (codes.block <= 256) return zt_launch_codes(zt_assess_kernel<1>, a, stream);
-    if (codes.block == 512) return zt_launch_codes(zt_assess_kernel<2>, a, stream);
-    return zt_launch_codes(codes.block == 1024 ? zt_assess_kernel<4> : zt_assess_kernel<8>, a, stream);
+    if (codes.block < 256) return zt_launch_codes(zt_assess_kernel<0, 1>, a, stream);
+    if (codes.block == 256) return zt_launch_codes(zt_assess_kernel<8, 4>, a, stream);
+    if (codes.block == 512) return zt_launch_codes(zt_assess_kernel<16, 4>, a, stream);
+    return zt_launch_codes(codes.block == 1024 ? zt_assess_kernel<32, 4> : zt_assess_kernel<32, 8>, a, stream);
 }
 
 int zt_gpu_codes_emit(zt_masters masters, zt_codes codes, zt_part part, zt_change change, uint8_t *message,

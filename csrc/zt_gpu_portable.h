@@ -317,6 +317,33 @@ template <int DTYPE> ZT_DEVICE uint32_t zt_larger_two(uint32_t a, uint32_t b) {
 #endif
 }
 
+/* The larger of two sizes of numbers. A NaN is larger than any. */
+ZT_DEVICE float zt_larger(float a, float b) {
+#if defined(__CUDA_ARCH__)
+    float larger;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(fabsf(a)), "f"(fabsf(b)));
+    return larger;
+#else
+    const uint32_t left = zt_bits<uint32_t>(a) & 0x7fffffffu, right = zt_bits<uint32_t>(b) & 0x7fffffffu;
+    return zt_bits<float>(left > right ? left : right);
+#endif
+}
+
+/* `sum` and how far each of four bytes is from that of another word. */
+ZT_DEVICE uint32_t zt_apart(uint32_t a, uint32_t b, uint32_t sum) {
+#if defined(__CUDA_ARCH__)
+    asm("vabsdiff4.u32.u32.u32.add %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(sum));
+#elif defined(__HIP_DEVICE_COMPILE__)
+    sum = __builtin_amdgcn_sad_u8(a, b, sum);
+#else
+    for (int shift = 0; shift < 32; shift += 8) {
+        const int apart = (int)(a >> shift & 255) - (int)(b >> shift & 255);
+        sum += (uint32_t)(apart < 0 ? -apart : apart);
+    }
+#endif
+    return sum;
+}
+
 /* -- Device memory. Everything is read once or twice: loads ask not to stay in the caches -------------------------- */
 
 #if defined(__CUDACC__) && !defined(__HIPCC__)

@@ -236,8 +236,8 @@ int zt_cpu_codes_assess(zt_masters masters, zt_codes codes, zt_part part, float 
                         uint8_t *steps, int64_t *sizes, zt_range blocks, int32_t level);
 
 /* Codes and scales change as `change` says; those of blocks sent whole, and those that change in tiles with large changes,
- * become the masters'. Scales, codes and changes of
- * the message (`nbytes`, perhaps more than it needs) are written. */
+ * become the masters'. The
+ * message (`nbytes`, perhaps more than it needs) is written. */
 int zt_cpu_codes_emit(zt_masters masters, zt_codes codes, zt_part part, zt_change change, uint8_t *message,
                       int64_t nbytes, zt_range blocks, int32_t level);
 

@@ -44,8 +44,8 @@ BLOCKS = {
     "zt_requantize_kernel": 3,
 }
 """Block kernels by how many formats, dtypes and numbers of messages they are instantiated for."""
-CODES = {"zt_assess_kernel": 4, "zt_emit_kernel": 1, "zt_apply_kernel": 1}
-"""Those of codes, by units."""
+CODES = {"zt_assess_kernel": 5, "zt_emit_kernel": 1, "zt_apply_kernel": 1}
+"""Those of codes, by lanes and units."""
 CASTS = {"zt_cast_kernel": 3, "zt_cast_sum_kernel": 6, "zt_cast_again_kernel": 6}
 """Those of casts, by dtype and alignment."""
 EXPECTED = BLOCKS | CASTS | CODES
@@ -228,10 +228,10 @@ def test_registers(target: str) -> None:
 
 def scalars(kernel: Kernel) -> int:
     """Scalars that AMD's compiler may keep in lanes of vector registers: of sums of 16-bit floats
-    that lie anywhere and become messages again. That takes no memory.
+    that lie anywhere and become messages again, and of INT8 weights. That takes no memory.
     """
-    again = kernel.name == "zt_cast_again_kernel"
-    return 16 if again and kernel.arguments in ("Li1ELb0", "Li2ELb0") else 0
+    again = kernel.name == "zt_cast_again_kernel" and kernel.arguments in ("Li1ELb0", "Li2ELb0")
+    return 16 if again or kernel.name in ("zt_assess_kernel", "zt_emit_kernel") else 0
 
 
 def aligned_loads(kernel: Kernel) -> int:
@@ -243,9 +243,8 @@ def aligned_loads(kernel: Kernel) -> int:
 
 def residents(kernel: Kernel) -> int:
     """Thread blocks, or waves of a SIMD, that shall fit at once."""
-    units = kernel.arguments[2:3]
     if kernel.name == "zt_assess_kernel":
-        return {"1": 5, "2": 4, "4": 3, "8": 2}[units]
+        return {"1": 5, "4": 3, "8": 2}[kernel.arguments[-1]]
     if kernel.name in BLOCKS | CASTS:
         few = kernel.name in ("zt_dequantize_kernel", "zt_cast_kernel")
         few |= (
@@ -370,6 +369,7 @@ SASS: dict[str, tuple[Any, ...]] = {
     "reduce_kernelI7zt_int8Li4": (128, 5.2, most("LDG"), most(BF16)),
     "reduce_kernelI7zt_int4Li8": (256, 4.8, most("LDG"), most(BF16)),
     "reduce_kernelI6zt_nf4Li8": (256, 3.8, most("LDG"), most(BF16)),
+    "assess_kernelILi8ELi4": (32, 14.6, exactly(8, WORD), most("STG")),
     "cast_sum_kernelILi2ELb1": (128, 3.5, most("LDG"), most(BF16)),
 }
 """Elements that a lane's loop takes, instructions of each at most, and basic blocks of it: its

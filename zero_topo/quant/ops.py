@@ -43,7 +43,7 @@ from zero_topo.quant.operands import (
 from zero_topo.quant.operators import OPS
 from zero_topo.quant.reference_sparse import SKETCH_WIDTH
 from zero_topo.quant.reference_sparse import aged_adamw as reference_aged_adamw
-from zero_topo.quant.spec import ALIGNMENT, CHUNK, FLOAT_NAMES, Cast, ChangeSpec, Format
+from zero_topo.quant.spec import ALIGNMENT, FLOAT_NAMES, Cast, ChangeSpec, Format
 
 Target = TypeVar("Target", bound=Views)
 
@@ -258,15 +258,6 @@ def encode_changes(
     """
     _check_devices(masters.table, codes.stored, change.scales)
     message = torch.empty(nbytes, dtype=torch.uint8, device=codes.stored.device)
-    blocks = codes.blocks
-    chunks = -(-blocks // CHUNK)
-    at = ChangeSpec(codes.block).offsets(blocks).counts
-    # Sums after every 32nd block; the last entry is that of the last block.
-    ends = message[: 8 * chunks].view(torch.int32).view(chunks, 2)
-    ends[: blocks // CHUNK].copy_(change.ends[CHUNK - 1 :: CHUNK])
-    ends[-1:].copy_(change.ends[-1:])
-    counts = change.counts.view(-1)
-    message[at : at + counts.numel()].copy_(counts)
     table, *own = masters
     OPS.codes_emit.default(table, own, *codes, *change, message)
     return message

@@ -49,6 +49,7 @@ from zero_topo.quant.reference_sparse import (  # noqa: F401  (of the backend)
     ternary_encode,
 )
 from zero_topo.quant.spec import (
+    CHUNK,
     HEADROOM,
     KEPT_FROM,
     KEPT_TO,
@@ -293,7 +294,7 @@ def scales_from_now(top: Tensor, old: Tensor) -> Tensor:
 
 
 def codes_emit(table: Tensor, own: Sequence[int], *rest: Any) -> None:
-    """Update codes and scales, and write the scales, codes and changes of the message.
+    """Update codes and scales, and write the message.
 
     Args:
         table: masters.
@@ -323,9 +324,15 @@ def codes_emit(table: Tensor, own: Sequence[int], *rest: Any) -> None:
     stepped = new + changed.to(torch.int8) - 2 * less.to(torch.int8)
     stepped = torch.where(large, fresh, stepped)
     new = torch.where(changed, stepped, new)
-    # From here on in the order of the message: scales, whole blocks, changes.
+    # From here on in the order of the message: ends, counts, scales, whole blocks, changes.
     new.view(n, block)[whole] = fresh.view(n, block)[whole]
     at = spec.offsets(n, count)
+    # Sums after every 32nd block; the last entry is that of the last block.
+    chunks = -(-n // CHUNK)
+    ends = message[: 8 * chunks].view(torch.int32).view(chunks, 2)
+    ends[: n // CHUNK].copy_(change.ends[CHUNK - 1 :: CHUNK])
+    ends[-1:].copy_(change.ends[-1:])
+    message[at.counts :][: counts.numel()].copy_(counts)
     scales = change.scales[whole]
     message[at.scales :][: 4 * count].copy_(scales.view(torch.uint8))
     new = new.to(torch.int8).view(torch.uint8)
