@@ -43,6 +43,7 @@ FREE = frozenset(
         "new_empty_strided",
         "record_stream",
         "resize_",
+        "_unsafe_view",  # no view to autograd alone
     )
 )
 SYNCS = frozenset(

@@ -112,10 +112,18 @@ def test_it_installs_without_network_from_a_virtual_environment(tmp_path: Path) 
 
 def test_a_forward_pass_calls_no_more_functions_than_stocks(tmp_path: Path) -> None:
     """What zero_topo does on the host for a module, next to what DeepSpeed does in its place."""
+    alone("calls", tmp_path)
+
+
+def test_a_step_of_one_rank_of_384_has_few_launches(tmp_path: Path) -> None:
+    """Those of the model and of DeepSpeed are counted too."""
+    alone("launches", tmp_path)
+
+
+def alone(what: str, folder: Path) -> None:
+    """One rank of 384 does something on a CPU."""
     env = {**os.environ, "ZERO_TOPO_TEST_DEVICE": "cpu"}
-    output(
-        [sys.executable, "-m", "tests.gpu.one_of_many", "calls", str(tmp_path)], cwd=ROOT, env=env
-    )
+    output([sys.executable, "-m", "tests.gpu.one_of_many", what, str(folder)], cwd=ROOT, env=env)
 
 
 def test_a_stage_ends_at_its_limit_and_proves_nothing(

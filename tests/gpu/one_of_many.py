@@ -1,6 +1,6 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""`python -m tests.gpu.one_of_many checks|more|times|calls FOLDER`: rank 0 of 384 alone, on some of
-20B's layers.
+"""`python -m tests.gpu.one_of_many checks|more|times|calls|launches FOLDER`: rank 0 of 384 alone,
+on some of 20B's layers.
 
 Its kernels, streams and shard sizes are those of the real job under DeepSpeed. A collective fills
 what it receives with copies of what is sent, so what is measured is the rank's own work, and no
@@ -18,6 +18,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
@@ -34,6 +35,7 @@ from torch.profiler import ProfilerActivity, profile
 import zero_topo
 from benchmarks import records
 from benchmarks.bare import fake_world
+from benchmarks.counting import Launches
 from benchmarks.schemes import KNOWN
 from benchmarks.training import build_model, engine_of
 from benchmarks.training_setup import TrainingSetup
@@ -409,6 +411,41 @@ class Calls:
         self.ends.append(self._many)
 
 
+# -- launches --------------------------------------------------------------------------------------
+
+
+SCALED = 6  # of a width, to which buckets are in the same proportion
+MOST_LAUNCHES = 330
+
+
+def launches(folder: Path) -> int:
+    """Launches of a step, counted by the operations that torch dispatches, of layers narrow enough
+    for a CPU; 1 if there are too many.
+    """
+    setup = replace(SETUP, width=6144 // SCALED, context=16)
+    buckets = {
+        "reduce_bucket_size": SETUP.bucket_numel // SCALED**2,
+        "stage3_prefetch_bucket_size": SETUP.prefetch_numel // SCALED**2,
+    }
+    counted, losses = Launches(), list[Tensor]()
+    with DEVICE:
+        layers = build_model(setup, 0)
+    tokens = batch()[:, : setup.context]
+    with engine_of(layers, config("topo", 1, buckets)) as engine:
+        for _ in range(2):
+            taken_step(engine, tokens)
+        with counted.phase("forward"):
+            losses.append(engine(tokens, tokens))
+        with counted.phase("backward"):
+            engine.backward(losses.pop())
+        with counted.phase("step"):
+            engine.step()
+    results = {name: counts.launches for name, counts in counted.phases.items()}
+    print(results)
+    save(folder, "launches", results)
+    return int(sum(results.values()) > MOST_LAUNCHES)
+
+
 def save(folder: Path, name: str, results: Mapping[str, Any]) -> None:
     """Write a record."""
     settings = {
@@ -423,5 +460,5 @@ def save(folder: Path, name: str, results: Mapping[str, Any]) -> None:
 
 if __name__ == "__main__":
     with one_of_many():
-        what = {"checks": checks, "more": more, "times": times, "calls": calls}[sys.argv[1]]
-        sys.exit(what(Path(sys.argv[2])))
+        commands = {command.__name__: command for command in (checks, more, times, calls, launches)}
+        sys.exit(commands[sys.argv[1]](Path(sys.argv[2])))
