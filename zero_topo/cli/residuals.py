@@ -42,15 +42,15 @@ def carry(saved: Path, universal: Path) -> Carried:
         ValueError: if a folder or a rank's file is missing, a file is damaged, or the run kept no
             residuals.
     """
-    matches = ((path, _SAVED.search(path.name)) for path in sorted(saved.glob("*.pt")))
-    found = [(match, path) for path, match in matches if match]
+    matches = [_SAVED.search(str(path)) for path in sorted(saved.glob("*.pt"))]
+    found = [match for match in matches if match]
     # The second number is the tensor-parallel rank.
-    if any(int(match[2]) for match, _ in found):
+    if any(int(match[2]) for match in found):
         raise ValueError(
             f"{saved}: a run with tensor parallelism, whose residuals of parts cannot be carried; "
             "load its universal checkpoint without them"
         )
-    files = [(int(match[1]), path) for match, path in found]
+    files = [(int(match[1]), Path(match.string)) for match in found]
     if not files:
         raise ValueError(
             f"{saved}: no *_zero_pp_rank_*_optim_states.pt; name the folder of one tag, inside the "
@@ -64,15 +64,14 @@ def carry(saved: Path, universal: Path) -> Carried:
     ages = Entries()
     ranks = [rank for rank, _ in files]
     for rank, path in files:
-        content = read_saved(path)
         try:
-            state = content["optimizer_state_dict"]
+            state = read_saved(path)["optimizer_state_dict"]
             world_size = int(state["partition_count"])
             _check_ranks(saved, ranks, world_size)
             own = state.get(STATE_KEY, {})
             _add_residual(own, rank, world_size, residuals)
             _add_ages(state.get("optimizer_state_dict", {}), rank, own.get("columns", {}), ages)
-        except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+        except (LookupError, TypeError, AttributeError, RuntimeError) as error:
             raise ValueError(
                 f"{path}: not as save_checkpoint wrote it ({first_line(error)}); copy it anew"
             ) from None

@@ -123,7 +123,7 @@ class Masters:
             yield masters
             return
         state = optimizer.state
-        narrow = [self._own_row_of(master.detach()).requires_grad_(True) for master in masters]
+        narrow = [self._own_row_of(master.detach()).requires_grad_() for master in masters]
         # The wide entries wait here; DeepSpeed sees, saves and loads those of one row.
         saved = [state.pop(master, None) for master in masters]
         for small, master, entry in zip(narrow, masters, saved, strict=True):

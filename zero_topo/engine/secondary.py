@@ -14,6 +14,8 @@ from zero_topo.engine.buffer import Buffer, Capture, Form, forms_of
 from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Mesh
 from zero_topo.plan import Phase
+from zero_topo.quant.operands import View
+from zero_topo.quant.ops import quantize
 from zero_topo.quant.spec import Format
 
 
@@ -60,14 +62,17 @@ class Secondary:
         # order the streams.
         self._versions = [0] * len(wires)
         self._stamps = [-1] * len(wires)
-        # The rows [N / S, F] of the primary from which copies are quantized; None if captured.
-        self._rows = None if self.captured else layout.subset(primary, layout.plan.weights, degree)
-        hierarchy = mesh.hierarchy(1, degree)
-        if self._rows is not None and not wires[0].lossy:
-            forms = forms_of(layout, self._rows, wires)
-        else:
+        # By parameter, the rows [N / S, width] of the primary from which copies are quantized,
+        # unless captured. Made once: for each copy it would take as long as the launch.
+        self._views: list[View] = []
+        if self.captured:
             forms = self._allocate(primary, wires)
-        self.buffer = Buffer(layout, hierarchy, forms, primary.dtype)
+        else:
+            forms = forms_of(layout, layout.subset(primary, layout.plan.weights, degree), wires)
+            if wires[0].lossy:
+                self._views += [form.view for form in forms]
+                forms = self._allocate(primary, wires)
+        self.buffer = Buffer(layout, mesh.hierarchy(1, degree), forms, primary.dtype)
 
     def _allocate(self, like: Tensor, wires: Sequence[Format]) -> list[Form]:
         """Allocate one tensor for all copies, and return its parts, parameter by parameter."""
@@ -107,8 +112,10 @@ class Secondary:
         """
         for index in param_indices:
             self._versions[index] += 1
-            if self._rows is not None:
-                self._store(index, self._layout.parameter(self._rows, index))
+            if self._views:
+                self._stamps[index] = self._versions[index]
+                form = self.buffer.forms[index]
+                quantize([self._views[index]], form.wire, form.data)
 
     def capture(self, param_indices: Sequence[int]) -> Capture | None:
         """Return a callback that stores what a forward gather brings; None if all copies are
@@ -121,10 +128,7 @@ class Secondary:
                 # Without those whose weights changed during the gather.
                 if begun.get(index) == self._versions[index]:
                     whole = flat.view(self._layout.plan.world_size, -1)
-                    self._store(index, self._layout.subset(whole, 1, self._degree))
+                    self._stamps[index] = self._versions[index]
+                    self.buffer.forms[index].store(self._layout.subset(whole, 1, self._degree))
 
         return store if begun else None
-
-    def _store(self, index: int, rows: Tensor) -> None:
-        self._stamps[index] = self._versions[index]
-        self.buffer.forms[index].store(rows)

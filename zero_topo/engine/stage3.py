@@ -323,8 +323,7 @@ class Stage3:
                 ``residual_transfer.py``.
 
         Returns:
-            Saved ages for AgedAdamW, uint8 ``[N / O, F]``, the rows of the optimizer's shard; None
-            if there are none.
+            Saved ages for AgedAdamW, uint8 ``[N / O, F]``, of the optimizer's shard; or None.
         """
         entry = saved.get(STATE_KEY, {})
         mode = self.gradients.mode
@@ -343,16 +342,15 @@ class Stage3:
                 # A residual depends on the set of peers and on the parameters that take part.
                 lost = (
                     f"the checkpoint was saved under the degrees {degrees}, this run has {now}, or "
-                    "ranks lie elsewhere, or other parameters take part in sync: sync starts anew, "
-                    'without each rank\'s residual; a universal checkpoint and "zero-topo carry" '
-                    "keep the whole residual"
+                    "ranks lie elsewhere, or other parameters take part: sync starts without each "
+                    'rank\'s residual; a universal checkpoint and "zero-topo carry" keep all'
                 )
         except Exception as error:  # a damaged entry has any content
             problem = first_line(error)
         residuals, ages = carried(folder, self.parameters)
-        facts = {"degrees": degrees, "problem": problem, "scales": scales is not None}
+        moved = [sorted(residuals), sorted(ages)]
+        facts = {"degrees": degrees, "problem": problem, "new": scales is None, "carried": moved}
         # All ranks or none: with a part of them restored, replicas would diverge.
-        facts["carried"] = [sorted(residuals), sorted(ages)]
         way_out = "look at their files of this checkpoint"
         if differ := all_can(None, facts, self.like.device, way_out):
             problem = differ

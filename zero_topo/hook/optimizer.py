@@ -168,7 +168,7 @@ class TopoStage3(Stock):
             begin, end = self._parts.columns[i]
             stock = self.fp32_partitioned_groups_flat[i]
             rows = topo.weights.own[:, begin:end].to(stock, copy=True)
-            master = rows.reshape(-1).requires_grad_(True)
+            master = rows.reshape(-1).requires_grad_()
             # DeepSpeed finds a master's swapped state by this number.
             master.ds_id = stock.ds_id  # type: ignore[attr-defined]
             if stock.grad is not None:  # optimizer offload: a buffer that each step fills

@@ -158,8 +158,7 @@ def report(
     if recorder is not None and recorder.folder == Path(folder):
         recorder.finish()
     if dist.get_rank() == 0:
-        shown = deepspeed_json(engine)
-        write_report(folder, found, ranks, engine.module, title, settings, shown)
+        write_report(folder, found, ranks, engine.module, title, settings, deepspeed_json(engine))
 
 
 class Recorder:
