@@ -6,7 +6,7 @@ they are gathered.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,6 +82,24 @@ def forms_of(layout: Layout, rows: Tensor, wires: Sequence[Format]) -> list[Form
     return [Form(layout.parameter(rows, index), wire) for index, wire in enumerate(wires)]
 
 
+class Message(NamedTuple):
+    """Parameters whose rows one launch encodes, and one decodes.
+
+    Attributes:
+        indices: the parameters.
+        wire: their format.
+        sent: the stored bytes, if they are the message.
+        views: else the rows, each at the begin of a block.
+        used: bytes; the message may have more, as many as messages of single parameters.
+    """
+
+    indices: list[int]
+    wire: Format
+    sent: Tensor | None
+    views: list[View]
+    used: int
+
+
 class Buffer:
     """This rank's rows of some parameters.
 
@@ -103,6 +121,7 @@ class Buffer:
         self._layout = layout
         self._hierarchy = hierarchy
         self._dtype = dtype
+        self._cut: dict[tuple[int, ...], tuple[list[Message], list[int]]] = {}
 
     def gather(
         self,
@@ -127,7 +146,7 @@ class Buffer:
         # Every rank stores all rows: nothing is sent, and nothing is quantized
         if self._hierarchy.size == 1:
             return Handle().then(lambda _: [self._stored(index) for index in param_indices])
-        messages, sizes = self._messages(param_indices)
+        messages, sizes = self._messages(tuple(param_indices))
 
         def finish(buffers: Tensor) -> list[Tensor]:
             flats = dict[int, Tensor]()
@@ -143,87 +162,68 @@ class Buffer:
         packed = self._pack(messages, sizes)
         return all_gather(self._hierarchy.metered(phase), packed).then(finish)
 
-    def _messages(self, param_indices: Sequence[int]) -> tuple[list[list[int]], list[int]]:
-        """Return the parameters of each message of a gather, and its bytes."""
-        messages = list[list[int]]()
-        blocks = dict[Format, list[int]]()
-        floats = dict[Format, list[int]]()
-        for index in param_indices:
-            form = self.forms[index]
-            if form.packed:
-                messages.append([index])
-            else:
-                together = blocks if form.wire.lossy else floats
-                together.setdefault(form.wire, []).append(index)
-        # Floats come last, as blocks begin at aligned bytes.
-        messages.extend(blocks.values())
-        messages.extend(floats.values())
-        # A shared message may be shorter than those of its parameters: the rest is not used.
-        sizes = list[int]()
-        for message in messages:
-            size = 0
-            for index in message:
-                size += self.forms[index].nbytes
-            sizes.append(size)
-        return messages, sizes
-
-    def _pack(self, messages: Sequence[Sequence[int]], sizes: Sequence[int]) -> Tensor:
-        """Pack this rank's rows of some parameters into one buffer, message by message.
-
-        If all must be encoded, they are encoded directly into the buffer. Otherwise one ``cat``
-        joins them.
+    def _messages(self, param_indices: tuple[int, ...]) -> tuple[list[Message], list[int]]:
+        """Return the messages of a gather, and the bytes of each; made once for each list of
+        parameters.
         """
-        stored = {}
-        for number, message in enumerate(messages):
-            sent = self.forms[message[0]].sent
-            if len(message) == 1 and sent is not None:
-                stored[number] = sent
-        device = self.forms[messages[0][0]].data.device
-        # Each directly at its place in the buffer.
-        if not stored:
-            buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-            for message, out in zip(messages, buffer.split(list(sizes)), strict=True):
-                self._encode(message, out)
-            return buffer
-        for number, size in enumerate(sizes):
-            if number not in stored:
-                out = torch.empty(size, dtype=torch.uint8, device=device)
-                stored[number] = out
-                self._encode(messages[number], out)
-        if len(messages) == 1:
-            return stored[0]
-        return torch.cat([stored[number] for number in range(len(messages))])
+        if param_indices not in self._cut:
+            groups: dict[Format | int, list[int]] = {}
+            for index in param_indices:
+                form = self.forms[index]
+                groups.setdefault(index if form.packed else form.wire, []).append(index)
+            messages = list(map(self._message, groups.values()))
+            # Floats come last, as blocks begin at aligned bytes.
+            messages.sort(key=lambda message: not message.wire.lossy)
+            sizes = [sum(self.forms[index].nbytes for index in each.indices) for each in messages]
+            self._cut[param_indices] = messages, sizes
+        return self._cut[param_indices]
 
-    def _encode(self, message: Sequence[int], out: Tensor) -> None:
-        wire = self.forms[message[0]].wire
-        forms = map(self.forms.__getitem__, message)
-        views = list(map(attrgetter("view"), forms))
-        if len(views) > 1:
-            views = at_blocks(views, wire.block_size)
-            out = out[: wire.nbytes(total_numel(views))]
-        quantize(views, wire, out)
+    def _message(self, indices: list[int]) -> Message:
+        form = self.forms[indices[0]]
+        if len(indices) == 1 and form.sent is not None:
+            return Message(indices, form.wire, form.sent, [], form.nbytes)
+        views = at_blocks([self.forms[index].view for index in indices], form.wire.block_size)
+        return Message(indices, form.wire, None, views, form.wire.nbytes(total_numel(views)))
 
-    def _decode(self, message: Sequence[int], table: Tensor, flats: dict[int, Tensor]) -> None:
+    def _pack(self, messages: Sequence[Message], sizes: list[int]) -> Tensor:
+        """Pack this rank's rows of some parameters into one buffer, each message at its place."""
+        first = messages[0]
+        if len(messages) == 1 and first.sent is not None:
+            return first.sent
+        device = self.forms[first.indices[0]].data.device
+        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        stored = []
+        copies = []
+        for message, out in zip(messages, buffer.split(sizes), strict=True):
+            if message.sent is None:
+                quantize(message.views, message.wire, out[: message.used])
+            else:
+                stored.append(message.sent)
+                copies.append(out)
+        if stored:
+            torch._foreach_copy_(copies, stored)
+        return buffer
+
+    def _decode(self, message: Message, table: Tensor, flats: dict[int, Tensor]) -> None:
         """Decode one message of all members into whole parameters, flat with padding, by index."""
         layout = self._layout
         world_size = layout.plan.world_size
         places = []
-        for index in message:
+        for index in message.indices:
             # Allocated on the stream that decodes, when it decodes: nothing waits in memory.
             flat = table.new_empty(layout.padded_numels[index], dtype=self._dtype)
             flats[index] = flat
             places.append(self.forms[index].place(flat, world_size, self._hierarchy.size))
-        wire = self.forms[message[0]].wire
-        if len(places) > 1:
-            places = at_blocks(places, wire.block_size)
-            table = table[..., : wire.nbytes(total_numel(places))]
-        dequantize(table, wire, places)
+        if message.wire.lossy and len(places) > 1:
+            places = at_blocks(places, message.wire.block_size)
+        dequantize(table[..., : message.used], message.wire, places)
 
     def _stored(self, index: int) -> Tensor:
         """Return a whole parameter of which this rank stores all rows."""
         form = self.forms[index]
         if form.packed:
             flats = dict[int, Tensor]()
-            self._decode([index], form.data[None, None, None], flats)
+            (message,), _ = self._messages((index,))
+            self._decode(message, form.data[None, None, None], flats)
             return self._layout.flat_of(flats[index], index)
         return self._layout.flat_of(form.whole(), index)
