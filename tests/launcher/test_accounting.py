@@ -75,7 +75,7 @@ def test_bytes_and_memory_of_codes_equal_the_formulas(scheme: str) -> None:
     formula.
     """
     stats = measured(scheme, "bf16", 2, model=partial(Net, 64), quantize={})
-    assert stats.work.published is not None and len(stats.work.published) == 1
+    assert len(stats.work.published) == 1
     assert_bytes_equal(stats)
     assert_memory_equals(stats)
 

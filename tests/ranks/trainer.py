@@ -45,9 +45,13 @@ class Trainer:
 
     def moments(self) -> Sequence[Moment]:
         """As the hook gives them."""
-        begins = [begin for begin, _ in self.columns]
-        groups = self.optimizer.param_groups * len(begins)
-        return self.engine.masters.moments(self.optimizer.state, self.masters, begins, groups)
+        beta = self.optimizer.param_groups[0]["betas"][0]
+        found = []
+        for (begin, _), master in zip(self.columns, self.masters, strict=True):
+            if "exp_avg" in self.optimizer.state[master]:
+                mean = self.optimizer.state[master]["exp_avg"]
+                found.append(Moment(begin, mean.view(self.height, -1), beta))
+        return found
 
     def _built(self) -> Stage3:
         return self.w.engine(

@@ -76,7 +76,7 @@ class Workload:
         sync_itemsize: bytes per gradient in a dense sync.
         run_numel: parameter elements that one collective of sync or publish carries; None is all of
             them.
-        published: bytes of every rank's message in each run of a publish of INT8 weights; None
+        published: bytes of every rank's message in each run of a publish of INT8 weights; empty
             expects those of :func:`change_bytes`.
         loss_scaled: whether a loss scaler may skip steps (FP16).
         frozen: the parameters that no optimizer updates, which are only gathered; None if there are
@@ -96,7 +96,7 @@ class Workload:
     scatter_itemsize: int
     sync_itemsize: int
     run_numel: int | None = None
-    published: tuple[int, ...] | None = None
+    published: tuple[int, ...] = ()
     loss_scaled: bool = False
     frozen: Workload | None = None
     trains: bool = True

@@ -90,13 +90,15 @@ class Message(NamedTuple):
         wire: their format.
         sent: the stored bytes, if they are the message.
         views: else the rows, each at the begin of a block.
-        used: bytes; the message may have more, as many as messages of single parameters.
+        nbytes: of the message, as many as messages of single parameters have.
+        used: of these, those that have values.
     """
 
     indices: list[int]
     wire: Format
     sent: Tensor | None
     views: list[View]
+    nbytes: int
     used: int
 
 
@@ -174,16 +176,17 @@ class Buffer:
             messages = list(map(self._message, groups.values()))
             # Floats come last, as blocks begin at aligned bytes.
             messages.sort(key=lambda message: not message.wire.lossy)
-            sizes = [sum(self.forms[index].nbytes for index in each.indices) for each in messages]
-            self._cut[param_indices] = messages, sizes
+            self._cut[param_indices] = messages, [message.nbytes for message in messages]
         return self._cut[param_indices]
 
     def _message(self, indices: list[int]) -> Message:
-        form = self.forms[indices[0]]
-        if len(indices) == 1 and form.sent is not None:
-            return Message(indices, form.wire, form.sent, [], form.nbytes)
-        views = at_blocks([self.forms[index].view for index in indices], form.wire.block_size)
-        return Message(indices, form.wire, None, views, form.wire.nbytes(total_numel(views)))
+        forms = [self.forms[index] for index in indices]
+        wire = forms[0].wire
+        nbytes = sum(form.nbytes for form in forms)
+        if len(forms) == 1 and forms[0].sent is not None:
+            return Message(indices, wire, forms[0].sent, [], nbytes, nbytes)
+        views = at_blocks([form.view for form in forms], wire.block_size)
+        return Message(indices, wire, None, views, nbytes, wire.nbytes(total_numel(views)))
 
     def _pack(self, messages: Sequence[Message], sizes: list[int]) -> Tensor:
         """Pack this rank's rows of some parameters into one buffer, each message at its place."""

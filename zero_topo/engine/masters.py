@@ -21,7 +21,6 @@ from torch import Tensor
 from zero_topo.collectives.transport import all_gather_rows
 from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Mesh
-from zero_topo.sync import Moment
 
 State = MutableMapping[Tensor, dict[str, Any]]
 
@@ -73,31 +72,6 @@ class Masters:
         """
         masters = self.table(flat.detach())[:, begin : begin + rows.shape[1]]
         masters.copy_(torch.where(edited.to(flat.device), rows.to(flat), masters))
-
-    def moments(
-        self,
-        state: State,
-        flats: Sequence[Tensor],
-        begins: Sequence[int],
-        groups: Sequence[Any],
-    ) -> list[Moment]:
-        """Return the momentum of an Adam-like optimizer, for the mode of sync.
-
-        Args:
-            state: the optimizer's state by master.
-            flats: the masters, one per sub-group.
-            begins: the first column of each master.
-            groups: the optimizer's parameter group of each master.
-
-        Returns:
-            One entry for each sub-group that has been updated before.
-        """
-        found = []
-        for flat, begin, group in zip(flats, begins, groups, strict=True):
-            mean = state.get(flat, {}).get("exp_avg")
-            if mean is not None:
-                found.append(Moment(begin, self.table(mean), float(group["betas"][0])))
-        return found
 
     @contextmanager
     def narrowed(

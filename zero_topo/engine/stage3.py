@@ -378,7 +378,7 @@ class Stage3:
             scatter_itemsize=self.scatter_dtype.itemsize,
             sync_itemsize=self.gradients.mode.context.dtype.itemsize,
             run_numel=self.bucket_numel,
-            published=self.weights.published,
+            published=self.weights.published(),
             loss_scaled=self._loss_scaled,
             trains=bool(self.parameters),
             whole=tuple(p.whole for p in self.parameters),
@@ -386,7 +386,7 @@ class Stage3:
         if not self._frozen:
             return work
         # Frozen parameters have no gradients: only gathers read them.
-        frozen = replace(work, **_of(self._frozen), published=None, whole=())
+        frozen = replace(work, **_of(self._frozen), published=(), whole=())
         return replace(work, frozen=frozen)
 
     def weight_tensors(self) -> list[Tensor]:

@@ -501,13 +501,10 @@ class Weights:
 
     # -- accounting --------------------------------------------------------------------------------
 
-    @property
-    def published(self) -> tuple[int, ...] | None:
-        """By run of the last publish of INT8 weights: the bytes of every rank's message; None
-        before the first.
-        """
+    def published(self) -> tuple[int, ...]:
+        """Return by run of the last publish of INT8 weights the bytes of every rank's message."""
         sizes = {} if self.int8 is None else self.int8.message_sizes
-        return tuple(nbytes for _, nbytes in sorted(sizes.items())) or None
+        return tuple(sizes[run] for run in sorted(sizes))
 
     @property
     def _copies(self) -> list[Tensor]:

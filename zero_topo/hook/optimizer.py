@@ -195,13 +195,16 @@ class TopoStage3(Stock):
         )
 
     def _moments(self, sub_groups: Sequence[int]) -> list[Moment]:
-        if not sub_groups:
-            return []
-        groups = [self._settings(index) for index in sub_groups]
-        begins = [self._parts.columns[index][0] for index in sub_groups]
-        flats = [self.fp32_partitioned_groups_flat[index] for index in sub_groups]
-        masters = self._parts.at(sub_groups[0]).masters
-        return masters.moments(self.optimizer.state, flats, begins, groups)
+        """Return the momentum of an Adam-like optimizer, of sub-groups updated before."""
+        found = []
+        for index in sub_groups:
+            master = self.fp32_partitioned_groups_flat[index]
+            mean = self.optimizer.state.get(master, {}).get("exp_avg")
+            if mean is not None:
+                table = self._parts.at(index).masters.table(mean)
+                beta = float(self._settings(index)["betas"][0])
+                found.append(Moment(self._parts.columns[index][0], table, beta))
+        return found
 
     def _settings(self, sub_group: int) -> dict[str, Any]:
         """Return the optimizer's parameter group of a sub-group."""
