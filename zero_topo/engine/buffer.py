@@ -6,7 +6,7 @@ they are gathered.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from zero_topo.collectives.transport import all_gather, as_bytes
 from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Hierarchy
 from zero_topo.plan import Phase
-from zero_topo.quant.operands import DTYPES, FLOATS, View, at_blocks, total_numel, view_of
+from zero_topo.quant.operands import DTYPES, FLOATS, View, view_of
 from zero_topo.quant.ops import cast_to, dequantize, quantize
 from zero_topo.quant.spec import Cast, Format
 
@@ -82,26 +82,6 @@ def forms_of(layout: Layout, rows: Tensor, wires: Sequence[Format]) -> list[Form
     return [Form(layout.parameter(rows, index), wire) for index, wire in enumerate(wires)]
 
 
-class Message(NamedTuple):
-    """Parameters whose rows one launch encodes, and one decodes.
-
-    Attributes:
-        indices: the parameters.
-        wire: their format.
-        sent: the stored bytes, if they are the message.
-        views: else the rows, each at the begin of a block.
-        nbytes: of the message, as many as messages of single parameters have.
-        used: of these, those that have values.
-    """
-
-    indices: list[int]
-    wire: Format
-    sent: Tensor | None
-    views: list[View]
-    nbytes: int
-    used: int
-
-
 class Buffer:
     """This rank's rows of some parameters.
 
@@ -123,7 +103,6 @@ class Buffer:
         self._layout = layout
         self._hierarchy = hierarchy
         self._dtype = dtype
-        self._cut: dict[tuple[int, ...], tuple[list[Message], list[int]]] = {}
 
     def gather(
         self,
@@ -133,8 +112,7 @@ class Buffer:
     ) -> Handle[list[Tensor]]:
         """Gather whole parameters by one collective.
 
-        Each packed buffer is a message of its own. All others share one for each format; in it
-        each parameter begins a block.
+        Each quantized parameter has a message of its own. All others share one, the last.
 
         Args:
             param_indices: parameters, in the same order on every rank.
@@ -148,7 +126,7 @@ class Buffer:
         # Every rank stores all rows: nothing is sent, and nothing is quantized
         if self._hierarchy.size == 1:
             return Handle().then(lambda _: [self._stored(index) for index in param_indices])
-        messages, sizes = self._messages(tuple(param_indices))
+        messages, sizes = self._messages(param_indices)
 
         def finish(buffers: Tensor) -> list[Tensor]:
             flats = dict[int, Tensor]()
@@ -164,69 +142,72 @@ class Buffer:
         packed = self._pack(messages, sizes)
         return all_gather(self._hierarchy.metered(phase), packed).then(finish)
 
-    def _messages(self, param_indices: tuple[int, ...]) -> tuple[list[Message], list[int]]:
-        """Return the messages of a gather, and the bytes of each; made once for each list of
-        parameters.
-        """
-        if param_indices not in self._cut:
-            groups: dict[Format | int, list[int]] = {}
-            for index in param_indices:
-                form = self.forms[index]
-                groups.setdefault(index if form.packed else form.wire, []).append(index)
-            messages = list(map(self._message, groups.values()))
-            # Floats come last, as blocks begin at aligned bytes.
-            messages.sort(key=lambda message: not message.wire.lossy)
-            self._cut[param_indices] = messages, [message.nbytes for message in messages]
-        return self._cut[param_indices]
-
-    def _message(self, indices: list[int]) -> Message:
-        forms = [self.forms[index] for index in indices]
-        wire = forms[0].wire
-        nbytes = sum(form.nbytes for form in forms)
-        if len(forms) == 1 and forms[0].sent is not None:
-            return Message(indices, wire, forms[0].sent, [], nbytes, nbytes)
-        views = at_blocks([form.view for form in forms], wire.block_size)
-        return Message(indices, wire, None, views, nbytes, wire.nbytes(total_numel(views)))
-
-    def _pack(self, messages: Sequence[Message], sizes: list[int]) -> Tensor:
-        """Pack this rank's rows of some parameters into one buffer, each message at its place."""
-        first = messages[0]
-        if len(messages) == 1 and first.sent is not None:
-            return first.sent
-        device = self.forms[first.indices[0]].data.device
-        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-        stored = []
-        copies = []
-        for message, out in zip(messages, buffer.split(sizes), strict=True):
-            if message.sent is None:
-                quantize(message.views, message.wire, out[: message.used])
+    def _messages(self, param_indices: Sequence[int]) -> tuple[list[list[int]], list[int]]:
+        """Return the parameters of each message of a gather, and its bytes."""
+        messages = list[list[int]]()
+        sizes = list[int]()
+        exact = list[int]()
+        rest = 0
+        for index in param_indices:
+            form = self.forms[index]
+            if form.wire.lossy:
+                messages.append([index])
+                sizes.append(form.nbytes)
             else:
-                stored.append(message.sent)
-                copies.append(out)
-        if stored:
-            torch._foreach_copy_(copies, stored)
-        return buffer
+                exact.append(index)
+                rest += form.nbytes
+        if exact:
+            messages.append(exact)
+            sizes.append(rest)
+        return messages, sizes
 
-    def _decode(self, message: Message, table: Tensor, flats: dict[int, Tensor]) -> None:
+    def _pack(self, messages: Sequence[Sequence[int]], sizes: Sequence[int]) -> Tensor:
+        """Pack this rank's rows of some parameters into one buffer, message by message.
+
+        If all must be encoded, they are encoded directly into the buffer. Otherwise one ``cat``
+        joins them.
+        """
+        stored = {}
+        for number, message in enumerate(messages):
+            sent = self.forms[message[0]].sent
+            if len(message) == 1 and sent is not None:
+                stored[number] = sent
+        # Several messages that all must be encoded: each directly at its place in the buffer.
+        if len(messages) > 1 and not stored:
+            first = self.forms[messages[0][0]]
+            buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=first.data.device)
+            for message, out in zip(messages, buffer.split(list(sizes)), strict=True):
+                self._encode(message, out)
+            return buffer
+        for number, message in enumerate(messages):
+            if number not in stored:
+                stored[number] = self._encode(message)
+        if len(messages) == 1:
+            return stored[0]
+        return torch.cat([stored[number] for number in range(len(messages))])
+
+    def _encode(self, message: Sequence[int], out: Tensor | None = None) -> Tensor:
+        forms = map(self.forms.__getitem__, message)
+        views = list(map(attrgetter("view"), forms))
+        return quantize(views, self.forms[message[0]].wire, out)
+
+    def _decode(self, message: Sequence[int], table: Tensor, flats: dict[int, Tensor]) -> None:
         """Decode one message of all members into whole parameters, flat with padding, by index."""
         layout = self._layout
         world_size = layout.plan.world_size
         places = []
-        for index in message.indices:
+        for index in message:
             # Allocated on the stream that decodes, when it decodes: nothing waits in memory.
             flat = table.new_empty(layout.padded_numels[index], dtype=self._dtype)
             flats[index] = flat
             places.append(self.forms[index].place(flat, world_size, self._hierarchy.size))
-        if message.wire.lossy and len(places) > 1:
-            places = at_blocks(places, message.wire.block_size)
-        dequantize(table[..., : message.used], message.wire, places)
+        dequantize(table, self.forms[message[0]].wire, places)
 
     def _stored(self, index: int) -> Tensor:
         """Return a whole parameter of which this rank stores all rows."""
         form = self.forms[index]
         if form.packed:
             flats = dict[int, Tensor]()
-            (message,), _ = self._messages((index,))
-            self._decode(message, form.data[None, None, None], flats)
+            self._decode([index], form.data[None, None, None], flats)
             return self._layout.flat_of(flats[index], index)
         return self._layout.flat_of(form.whole(), index)
