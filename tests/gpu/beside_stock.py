@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import records
 from tests.gpu import two_ranks
-from tests.gpu.two_ranks import DEVICE, LARGE, LARGE_SCHEMES, ON_GPU, RANKS
+from tests.gpu.two_ranks import DEVICE, LARGE, LARGE_SCHEMES, ON_GPU
 from zero_topo.config import resolve
 
 STEPS, WARM_UP, TRACED = (8, 2, 3) if ON_GPU else (2, 1, 1)
@@ -103,19 +103,12 @@ def measured(variant: Variant, corpus: Any, folder: Path) -> dict[str, Any]:
 
         def step(number: int) -> None:
             shape = LARGE.batch, LARGE.context
-            tokens, targets = two_ranks.batch(corpus.train, shape, 0, number, dist.get_rank())
-            began = time.perf_counter()
-            loss = engine(tokens.to(DEVICE), targets.to(DEVICE))
-            engine.backward(loss)
-            engine.step()
-            mean = loss.detach().float().clone()
-            dist.all_reduce(mean)
-            curve.append(float(mean) / RANKS)
-            seconds.append(time.perf_counter() - began)
+            loss, took = two_ranks.timed_step(engine, corpus.train, shape, number)
+            curve.append(loss)
+            seconds.append(took)
 
         for number in range(STEPS):
             step(number)
-        assert not getattr(engine.optimizer, "overflow", False), "a step was skipped"
         timed = records.Spread.of(seconds[WARM_UP:])
         kinds = [ProfilerActivity.CUDA if ON_GPU else ProfilerActivity.CPU]
         with profile(activities=kinds) as seen:

@@ -310,6 +310,23 @@ def warm_up(step: int) -> float:
     return min(1.0, (step + 1) / RISING)
 
 
+def timed_step(
+    engine: Any, text: Tensor, shape: tuple[int, int], number: int
+) -> tuple[float, float]:
+    """Take a step, which must not be skipped; return its loss, averaged over ranks, and seconds."""
+    tokens, targets = batch(text, shape, 0, number, dist.get_rank())
+    began = time.perf_counter()
+    loss = engine(tokens.to(DEVICE), targets.to(DEVICE))
+    engine.backward(loss)
+    engine.step()
+    mean = loss.detach().float().clone()
+    dist.all_reduce(mean)
+    averaged = float(mean) / RANKS
+    seconds = time.perf_counter() - began
+    assert not getattr(engine.optimizer, "overflow", False), "a step was skipped"
+    return averaged, seconds
+
+
 def measured(block: Mapping[str, Any] | None, corpus: Corpus) -> dict[str, Any]:
     """Return the losses averaged over ranks, seconds of a step with their spread, tokens per
     second, peak bytes.
@@ -318,19 +335,12 @@ def measured(block: Mapping[str, Any] | None, corpus: Corpus) -> dict[str, Any]:
         model = build_model(LARGE, 0)
     curve = []
     seconds = []
+    shape = LARGE.batch, LARGE.context
     with engine_of(model, config_of(LARGE, block), warm_up) as engine:
-        for step in range(LARGE_STEPS):
-            tokens, targets = batch(
-                corpus.train, (LARGE.batch, LARGE.context), 0, step, dist.get_rank()
-            )
-            began = time.perf_counter()
-            loss = engine(tokens.to(DEVICE), targets.to(DEVICE))
-            engine.backward(loss)
-            engine.step()
-            mean = loss.detach().float().clone()
-            dist.all_reduce(mean)
-            curve.append(float(mean) / RANKS)
-            seconds.append(time.perf_counter() - began)
+        for number in range(LARGE_STEPS):
+            loss, took = timed_step(engine, corpus.train, shape, number)
+            curve.append(loss)
+            seconds.append(took)
         predicted = None if block is None else zero_topo.stats(engine).memory
     spread = records.Spread.of(seconds[WARM_UP:])
     peak = torch.cuda.max_memory_allocated() if ON_GPU else None

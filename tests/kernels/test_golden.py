@@ -45,7 +45,7 @@ OURS = () if INTERPRETED else (*CPU, *SPLIT, *GPU, *NATIVE)
 EMULATED = () if INTERPRETED else GPU
 HARDWARE = () if INTERPRETED else (*GPU, *NATIVE)
 FEW, SOME = (1, 1) if ON_GPU or INTERPRETED else (8, 4)
-"""``make test`` tries one case in so many, ``make test-long`` all."""
+"""``make test`` tries one case in this number of them, ``make test-long`` all."""
 LARGE = 2**31 + 2**20 if ON_GPU and "ZERO_TOPO_TEST_SMALL" not in os.environ else 2**20
 
 
@@ -297,9 +297,7 @@ def test_sketches_of_any_bytes(
 
 
 def check_fenced(backend: Operators) -> None:
-    """Each operation, of block and of other sizes; so many elements that results go past the
-    caches.
-    """
+    """Each operation, of block and of other sizes; with results that go past the caches."""
     for fmt in (*BLOCKS[::5], *CAST_FORMATS[::2]):
         golden.check_operations(backend, fmt, (3,))
     for fmt in (BLOCKS[0], CAST_FORMATS[5]):

@@ -148,7 +148,7 @@ def train(run: Run, log: Path | None, first: int) -> None:
 
 
 def steps_that_fit(times_s: list[float], seconds: float, device: torch.device) -> int:
-    """Return the optimizer steps of a run of so many seconds, at least one more than there were.
+    """Return the optimizer steps that fit into ``seconds``, at least one more than there were.
 
     Args:
         times_s: when the run began, and when each step ended. The first step takes longer than
