@@ -88,7 +88,7 @@ def drawn_case(rng: random.Random, seed: int, wants: str = "") -> Case:
     else:
         trained = _drawn_parameters(rng, world, rng.randint(1, 5), 0, lowered)
         frozen = _drawn_parameters(rng, world, rng.choice([0, 0, 1, 3]), len(trained), lowered)
-    run_numel = rng.choice([1, 600, 2000, 1 << 20])
+    run_numel = rng.choice([60, 600, 2000, 1 << 20])
     return Case(seed, block, config, dtype, scatter_dtype, trained, frozen, run_numel)
 
 

@@ -291,9 +291,8 @@ class Model:
         tables = [self.table(grads[rank]) for rank in members]
         mean = torch.tensor(1.0 / self.world, dtype=torch.float32)
         ranks = () if wire.lossy or degree == 1 else members
-        if wire == Cast("fp16") and any(
-            self._adds(*stage) for stage in self.plan.stages(1, degree)
-        ):
+        adds = [self._adds(*stage) for stage in self.plan.stages(1, degree)]
+        if ranks and wire == Cast("fp16") and any(adds):
             tables = [table.half() * mean for table in tables]
             mean = torch.tensor(1.0)
         for t in range(degree):
