@@ -58,6 +58,10 @@ class _Rank(threading.Thread):
         self.turn.acquire()
 
 
+FINISHED = ret_work(None)
+"""What each collective returns: it has ended, and its data are in place."""
+
+
 class _Meeting:
     """One collective of one group, in place of torch's: the last rank to come moves the data and
     wakes the others.
@@ -69,9 +73,7 @@ class _Meeting:
         self._waiting: list[_Rank] = []
 
     def join(self, rank: int, data: Any) -> Any:
-        """Returns a finished work, as torch's does; ends the thread once another rank has
-        failed.
-        """
+        """Ends the thread once another rank has failed."""
         me = threading.current_thread()
         assert isinstance(me, _Rank)
         self._data[rank] = data
@@ -80,24 +82,19 @@ class _Meeting:
             me.ranks.next_turn()
             me.turn.acquire()
         else:
-            if self._collective is not None:
-                synchronize()  # each rank has a stream of its own for what it sends and receives
-                self._collective.work(self._data)
-                synchronize()
+            synchronize()  # each rank has a stream of its own for what it sends and receives
+            self._collective.work(self._data)
+            synchronize()
             me.ranks.ready.extend(self._waiting)
         if me.ranks.failed:
             sys.exit("another rank has failed")
-        return multi_threaded_pg.ret_work(data)
+        return FINISHED
 
 
-def _meet_at(rank: int, store: dist.Store, name: str, world_size: int, timeout: timedelta) -> None:
-    """The barrier with which torch's threads create a group; its own would block the rank whose
-    turn it is.
+def _no_barrier(*arguments: object) -> None:
+    """In place of the barrier with which torch's threads create a group: a collective waits for all
+    of its members anyhow.
     """
-    me = threading.current_thread()
-    assert isinstance(me, _Rank)
-    key = store.compare_set("meeting", "", str(len(me.ranks.barriers)))
-    me.ranks.barriers.setdefault(key, _Meeting(world_size, None, None)).join(rank, None)
 
 
 def _ends(collective: Any, total: int, sizes: Sequence[int] | None, world_size: int) -> list[int]:
@@ -127,7 +124,6 @@ class _Ranks:
         self.store = dist.HashStore()
         self.threads: list[_Rank] = []
         self.ready: deque[_Rank] = deque()
-        self.barriers: dict[bytes, _Meeting] = {}
         self.failed = False
         self.over = threading.Event()
         self.left = world_size
@@ -283,7 +279,7 @@ def run_threads(
     try:
         with (
             patch.object(multi_threaded_pg, "Collective", _Meeting),
-            patch.object(multi_threaded_pg, "_store_based_barrier", _meet_at),
+            patch.object(multi_threaded_pg, "_store_based_barrier", _no_barrier),
             patch.object(multi_threaded_pg.AllToAllBase, "_size_cumsum", _ends),
             without_communicators(),
         ):

@@ -127,6 +127,7 @@ class Rules:
         work.result.copy_(parts.view(-1, *received.shape[1:]).sum(0, keepdim=True))
         return work
 
+    all_gather_single = all_gather_into_tensor
     reduce_scatter_single = reduce_scatter_tensor
 
     def all_to_all(

@@ -143,7 +143,10 @@ class Group:
             return self._all_gather_rows(x, counts)
         sent = x.contiguous()
         received = sent.new_empty(self.size, *x.shape)
-        work = dist.all_gather_into_tensor(received, sent, group=self.group, async_op=True)
+        # torch 2.13 has renamed all_gather_into_tensor, which warns at each call.
+        old: Any = getattr(dist, "all_gather_into_tensor", None)
+        all_gather = getattr(dist, "all_gather_single", old)
+        work = all_gather(received, sent, group=self.group, async_op=True)
         handle = Handle(received, work.wait, (sent,))
         return handle if self.in_order else handle.then(self._by_member)
 
