@@ -46,7 +46,7 @@ UNITS = (
     "quant_reference",
     "adams",
     "op_builder",
-    "sparse_picks",
+    "sparse_selection",
 )
 RANKS = ("hook_check", "start_up", "hook_streams", "weights", "gradients")
 PARITY = (

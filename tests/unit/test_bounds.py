@@ -35,10 +35,9 @@ def test_computing_is_flops_over_a_share_of_the_peak() -> None:
     """Forward, twice that backward, and layers once more where activations are recomputed."""
     flops = NEOX.module_flops(2048)
     rate = 191.5e12 * 0.4
-    kept = bounds("topo", Job(NEOX, micro_batches=3, checkpointing=False))
-    assert kept.computing == pytest.approx(3 * 3 * sum(flops) / rate)
-    recomputed = bounds("topo", Job(NEOX, micro_batches=3))
-    assert recomputed.computing == pytest.approx(3 * (3 * sum(flops) + sum(flops[1:-1])) / rate)
+    for recomputed, again in ((False, 0), (True, sum(flops[1:-1]))):
+        found = bounds("topo", Job(NEOX, micro_batches=3, checkpointing=recomputed))
+        assert found.computing == pytest.approx(3 * (3 * sum(flops) + again) / rate)
 
 
 def test_a_link_takes_its_bytes_and_a_latency_for_each_message() -> None:
@@ -77,19 +76,15 @@ class _Layer(nn.Module):
 
     def __init__(self, hidden: int, ranks: int) -> None:
         super().__init__()
-        self.queries, self.out = (
-            nn.Linear(hidden, hidden // ranks),
-            nn.Linear(hidden // ranks, hidden),
-        )
-        self.up, self.down = (
-            nn.Linear(hidden, 4 * hidden // ranks),
-            nn.Linear(4 * hidden // ranks, hidden),
+        self.pairs = nn.ModuleList(
+            nn.ModuleList((nn.Linear(hidden, width), nn.Linear(width, hidden)))
+            for width in (hidden // ranks, 4 * hidden // ranks)
         )
 
     def forward(self, x: Tensor) -> Tensor:
         from deepspeed.module_inject.layers import ColumnParallel, RowParallel
 
-        for first, second in ((self.queries, self.out), (self.up, self.down)):
+        for first, second in self.pairs:
             inside = first(ColumnParallel.apply(None, x))
             x = x + RowParallel.apply(None, second(inside), False)
         return x
@@ -106,8 +101,7 @@ def _counted() -> Iterator[list[int]]:
         found.append(tensor.nbytes)
 
     with (
-        patch.object(layers.dist, "all_reduce", all_reduce),
-        patch.object(layers.dist, "inference_all_reduce", all_reduce),
+        patch.multiple(layers.dist, all_reduce=all_reduce, inference_all_reduce=all_reduce),
         patch.object(layers.pg_utils, "is_parallel", lambda _: True),
     ):
         yield found

@@ -21,6 +21,7 @@ from zero_topo.config import (
     load_deepspeed_config,
 )
 from zero_topo.cost.rule import before_a_model
+from zero_topo.doctor.refusals import deepspeed_refusals
 from zero_topo.neox.check import require
 from zero_topo.neox.config import deepspeed_config, load_configs
 from zero_topo.topology import resolve_topology
@@ -29,22 +30,12 @@ from zero_topo.topology.placements import Placement
 CONFIGS = sorted((ROOT / "configs").glob("*.json"))
 TWINS = sorted((ROOT / "neox_configs").glob("*.yml"))
 MODELS = sorted((ROOT / "neox_configs/models").glob("*.yml"))
-FRONTIER = {"frontier-125m": 2, "frontier-1-3b": 2, "frontier-10b": 8, "frontier-20b": 48}  # nodes
-PAPERS_RUN = {"paper-10b": "frontier-10b", "paper-20b": "frontier-20b"}  # the model of each
-# The others have their JSON's name.
-JSON_TWIN = dict.fromkeys(FRONTIER, "frontier") | dict.fromkeys(PAPERS_RUN, "paper-run")
-SCHEME_OF: dict[str, str | None] = {
-    "zeropp": "zero++",
-    "demo": "topo",
-    "frontier": "topo",
-}
-SPARSE = {f"topo-{mode}": mode for mode in ("oktopk", "radius", "scape", "tagc", "ternary")}
-SCHEME_OF |= {
-    **dict.fromkeys(["topo-nf4", "laptop", *SPARSE], "topo"),
-    "paper-run": "paper",
-    **dict.fromkeys(["default", "dgx-h100"]),
-}
-MODES = {"topo": "dense", "topo-nf4": "quantized"} | SPARSE
+STATED = json.loads((ROOT / "tests/data/configs.json").read_text())
+"""By the stem of a file, what it is named after: ``schemes`` (others have the stem's, null is the
+fastest for the machine), ``modes`` of sync (others are dense), ``optimizers`` (others have AdamW),
+of each of the ``papers``' runs the config with its model, and ``twins`` in
+JSON (others have the stem's).
+"""
 
 
 def by_stem(paths: list[Path]) -> Any:
@@ -82,59 +73,31 @@ def neox_config(path: Path) -> dict[str, Any]:
 
 @by_stem(CONFIGS)
 def test_configs_resolve_on_their_machine(path: Path) -> None:
-    """Each block gives a plan of the scheme its file is named after, and DeepSpeed's part is not
-    refused next to it.
+    """Each block gives a plan of the scheme and the mode that its file is named after, with the
+    optimizer that the mode loses least with; neither we nor DeepSpeed refuse the config.
 
     All are for 16-bit training with clipping, and overlap what they can; the demo must not build
     DeepSpeed's own Adam.
     """
     config, given = resolved(path), load_deepspeed_config(path)
-    # None: the fastest for the machine
-    assert SCHEME_OF.get(path.stem, path.stem) in (None, config.scheme)
+    assert STATED["schemes"].get(path.stem, path.stem) in (None, config.scheme)
+    assert STATED["modes"].get(path.stem, "dense") == config.sync.MODE
+    assert STATED["optimizers"].get(path.stem, "AdamW") == given["optimizer"]["type"]
     assert config.plan.world_size == ranks(path)
-    assert deepspeed_hints(given) == []
+    assert deepspeed_hints(given) == deepspeed_refusals(given, ranks(path)) == []
     # The paper trains in FP16; the demo in FP32, for CPUs without BF16
     assert given.get("bf16") == {"enabled": True} or path.stem in ("paper-run", "demo")
     assert given["gradient_clipping"] == 1.0
     assert ranks(path) != 8 or given["optimizer"]["params"]["torch_adam"] is True
 
 
-@pytest.mark.parametrize(("name", "mode"), MODES.items())
-def test_the_configs_of_a_mode_have_it(name: str, mode: str) -> None:
-    """A file named after a mode of sync runs it, and with the one optimizer it works with, or loses
-    least with.
-    """
-    path = ROOT / "configs" / f"{name}.json"
-    sync = resolved(path).sync
-    assert mode == sync.MODE
-    fitting = sync.OPTIMIZER or ("AgedAdamW" if mode in ("oktopk", "ternary") else "AdamW")
-    assert load_deepspeed_config(path)["optimizer"]["type"] == fitting
-
-
-@pytest.mark.parametrize(("name", "nodes"), FRONTIER.items())
-def test_frontier_configs_say_for_how_many_nodes_they_are(name: str, nodes: int) -> None:
-    """Each resolves on its nodes: weights over a package, gradients over a node, optimizer states
-    over the world.
-    """
-    path = ROOT / "neox_configs" / f"{name}.yml"
-    assert f"for {nodes} nodes ({8 * nodes} GCDs)" in path.read_text().splitlines()[0]
-    block = ZeroTopoConfig.from_ds_config(neox_config(path)["deepspeed_extra_args"])
-    assert block is not None
-    plan = before_a_model(
-        block, resolve_topology(block.topology, 8 * nodes, hosts_of_8(8 * nodes))
-    ).plan
-    assert (plan.weights, plan.secondary, plan.gradients, plan.optimizer) == (2, None, 8, 8 * nodes)
-
-
-@pytest.mark.parametrize(("name", "model"), PAPERS_RUN.items())
+@pytest.mark.parametrize(("name", "model"), STATED["papers"].items())
 def test_the_papers_run_differs_in_layout_precision_and_attention(name: str, model: str) -> None:
     """The model is that of Frontier's config of the same size; nothing but what the paper states is
     different.
     """
-    ours, theirs = (
-        neox_config(ROOT / f"neox_configs/{name}.yml"),
-        neox_config(ROOT / f"neox_configs/{model}.yml"),
-    )
+    ours = neox_config(ROOT / f"neox_configs/{name}.yml")
+    theirs = neox_config(ROOT / f"neox_configs/{model}.yml")
     assert {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)} == {
         "attention_config",
         "precision",
@@ -156,7 +119,7 @@ def test_neox_would_train_the_twins(path: Path) -> None:
     pytest.importorskip("yaml")
     assert load_configs([str(path)]) == neox_config(path)
     assert deepspeed_hints(deepspeed_config(neox_config(path))) == []
-    model = [] if path.stem in (*FRONTIER, *PAPERS_RUN) else [str(MODELS[0])]
+    model = [] if path.stem in STATED["twins"] else [str(MODELS[0])]
     require([str(path), *model])
 
 
@@ -168,26 +131,15 @@ def test_editors_complete_the_configs(path: Path) -> None:
     assert same, "write it anew: make docs"
 
 
-@by_stem(CONFIGS)
-def test_deepspeed_reads_the_configs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """DeepSpeed itself accepts each file: no unknown key, batch sizes that fit, stage 3."""
-    from deepspeed.runtime import config as deepspeed_config
-
-    monkeypatch.setattr(deepspeed_config.dist, "get_world_size", lambda group=None: 8)
-    monkeypatch.setattr(deepspeed_config.dist, "get_rank", lambda group=None: 0)
-    parsed = deepspeed_config.DeepSpeedConfig(str(path))
-    batch = parsed.train_micro_batch_size_per_gpu * parsed.gradient_accumulation_steps * 8
-    assert parsed.train_batch_size == batch
-    assert parsed.zero_optimization_stage == 3
-
-
 @by_stem(TWINS)
 def test_neox_twins_equal_their_json(path: Path) -> None:
     """GPT-NeoX hands DeepSpeed the same block, sharding, batch sizes, precision and clipping as the
     JSON.
     """
     neox = neox_config(path)
-    ours = load_deepspeed_config(ROOT / "configs" / f"{JSON_TWIN.get(path.stem, path.stem)}.json")
+    ours = load_deepspeed_config(
+        ROOT / "configs" / f"{STATED['twins'].get(path.stem, path.stem)}.json"
+    )
     extra = neox["deepspeed_extra_args"]
     assert extra["zero_topo"] == ours["zero_topo"]
     merged = neox | extra
@@ -199,6 +151,6 @@ def test_neox_twins_equal_their_json(path: Path) -> None:
     assert types[0] == types[1] or types == ("AdamW", "Adam")
     settings = neox["optimizer"]["params"] | {"weight_decay": neox["weight_decay"]}
     theirs = dict(ours["optimizer"]["params"])
-    if path.stem in (*FRONTIER, *PAPERS_RUN):
+    if path.stem in STATED["twins"]:
         theirs["lr"] = settings["lr"]
     assert settings == theirs

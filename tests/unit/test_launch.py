@@ -229,31 +229,6 @@ def test_options_after_the_program_are_the_programs(run: Run) -> None:
     assert "#SBATCH --nodes=1" in out and out.endswith("  python train.py --lr 3 --nodes 2\n")
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("slurm --machine fronteir -- true", "fronteir"),
-        ("slurm -- true", "--ranks-per-node"),
-        ("slurm --machine el-capitan -- true", "launch flux"),
-        ("flux --machine frontier -- true", "launch slurm"),
-        ("pbs --machine aurora -- true", "--account and --time and --partition"),
-        ("slurm --machine frontier", "no command"),
-        ("slurm --machine frontier --ranks-per-node 4 -- true", "8 on each node"),
-        ("slurm --machine dgx-h100 --account a;b -- true", "--account 'a;b'"),
-        ("slurm --machine dgx-h100 --time 1h -- true", "H:MM:SS"),
-        ("slurm --machine missing.json -- true", "missing.json"),
-        ("slurm --machine broken.json -- true", "nowhere"),
-        ("env --machine fronteir", "fronteir"),
-    ],
-)
-def test_mistakes_end_in_one_line(run: Run, words: str, said: str) -> None:
-    good = json.loads((DATA / "half-frontier.json").read_text())
-    Path("broken.json").write_text(json.dumps(good | {"preset": "nowhere"}))
-    status, out, err = run("launch", *words.split())
-    assert (status, out) == (2, "") and said in err
-    assert len(err.splitlines()) == 1
-
-
 STEP = {
     "SLURM_STEP_ID": "0",
     "SLURM_STEP_NUM_TASKS": "2",

@@ -1,124 +1,124 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Mistakes in a block, a plan or a machine: each is an error of one line that names its value."""
+"""Mistakes of every kind: each is one line that names its value and the way out.
+
+``tests/data/mistakes.json`` has the rows of each kind: what is given, and the words of the line.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.commands import Run
+from tests.launching import ROOT
 from tests.plans import resolve
-from zero_topo.config import ZeroTopoConfig
+from zero_topo import AdamS, AgedAdamW
+from zero_topo.cli.inputs import read_count
+from zero_topo.config import ZeroTopoConfig, deepspeed_problems, load_deepspeed_config
+from zero_topo.config.deepspeed_json import with_environment_block
+from zero_topo.cost.model_files import load_model
+from zero_topo.cost.transformer import Transformer
+from zero_topo.doctor.refusals import deepspeed_refusals
+from zero_topo.launch.env import rank_environment
+from zero_topo.neox import __main__ as neox
+from zero_topo.neox.config import load_configs
 from zero_topo.plan import Plan
+from zero_topo.quant.spec import BlockSpec
 from zero_topo.topology import load_preset, resolve_topology
-from zero_topo.topology.model import Link, Topology
-from zero_topo.topology.presets import emulated_from_json, load_machine
+from zero_topo.topology.model import Topology
 
-BLOCKS: list[tuple[Any, list[str]]] = [
-    ({"sync": {"mode": "tagc", "density": 0.1}}, ["density", "theta"]),
-    ({"sync": {"mode": "tagc", "ratio": 3}}, ["ratio", "3", "2, 4 or 10"]),
-    ({"sync": {"mode": "tagc", "theta": 1.0}}, ["theta", "1.0"]),
-    ({"shceme": "topo"}, ["zero_topo.shceme", "'scheme'"]),
-    ({"quantize": {"weigths": "int8"}}, ["zero_topo.quantize.weigths", "'weights'"]),
-    ({"scheme": "tpo"}, ['zero_topo.scheme: "tpo"', "'topo'", "'zero3'"]),
-    ({"sync": {"mode": "dens"}}, ['zero_topo.sync.mode: "dens"', "'dense'"]),
-    ({"sync": {"reduce": "all"}}, ["zero_topo.sync.reduce", "'all_reduce'"]),
-    ({"quantize": {"gradients": "nf8"}}, ["zero_topo.quantize.gradients", "'nf4'"]),
-    ({"weights": "gpus"}, ['zero_topo.weights: "gpus"', "'gpu'"]),
-    ({"weights": 2.0}, ["zero_topo.weights: 2.0"]),
-    ({"optimizer": "2"}, ['zero_topo.optimizer: "2"']),
-    ({"topology": 3}, ["zero_topo.topology", "3"]),
-    ([1], ["zero_topo", "[1]"]),
-    ({"weights": "gpu", "gradients": "node"}, ["optimizer missing"]),
-    ({"report": -1, "overlap": 2}, ["zero_topo.report", "zero_topo.overlap"]),
-]
-UNRESOLVED: list[tuple[dict[str, Any], list[str]]] = [
-    ({"weights": "node", "gradients": "gpu", "optimizer": "world"}, ["gradients degree 2"]),
-    ({"scheme": "topo", "optimizer": "gpu"}, ["optimizer degree 2"]),
-    ({"scheme": "topo", "weights": 3}, ["weights degree 3", "8"]),
-    ({"scheme": "zero3", "secondary": 16}, ["secondary degree 16"]),
-]
-PLANS: list[tuple[tuple[Any, ...], list[str]]] = [
-    ((8, 2, None, 4, 3), ["optimizer degree 3", "8"]),
-    ((8, 4, None, 2, 8), ["weights degree 4", "gradients degree 2"]),
-    ((8, 2, None, 8, 4), ["gradients degree 8", "optimizer degree 4"]),
-    ((8, 0, None, 8, 8), ["weights degree 0"]),
-    ((12, 6, 4, 12, 12), ["secondary degree 4", "weights degree 6"]),
-    ((0, 1, None, 1, 1), ["world size 0"]),
-    ((8, 2, None, 4, 8, None, 3), ["inner degree 3"]),
-    ((17, 1, None, 1, 17, (0,) * 17), ["order [0, 0"]),
-]
-TREES: list[tuple[dict[str, Any], list[str]]] = [
-    ({"nodes": 0}, ["0"]),
-    ({"memory_per_rank": -1}, ["memory_per_rank"]),
-    ({"order": (0, 1)}, ["2", "16 ranks"]),
-    ({"order": (*range(15), 16)}, ["order[15] is 16"]),
-    ({"order": (*range(15), 3)}, ["3 and 15"]),
-    ({"hosts": ("a",)}, ["1 hosts", "2 nodes"]),
-    ({"hosts": ("a", "a")}, ["'a'"]),
-    ({"links": {"noed": Link(1.0, 0.0)}}, ["'node'"]),
-]
-LINKS = [(0, 0), (-1, 0), (float("inf"), 0), (float("nan"), 0), (1, -1), (1, float("nan"))]
-SHAPE = {"nodes": 2, "gpus_per_node": 4, "ranks_per_gpu": 2}
-JSON: list[tuple[dict[str, Any], list[str]]] = [
-    ({"nodes": 2, "gpus_per_node": 4, "gcds_per_gpu": 2}, ["'ranks_per_gpu'"]),
-    (SHAPE | {"nodes": "2"}, ['"2"']),
-    (SHAPE | {"links": {"node": {"bandwith": 1, "latency": 0}}}, ["'bandwidth'"]),
-    (SHAPE | {"hosts": "ab"}, ["hosts"]),
-    (SHAPE | {"sources": {"nodes": 1}}, ["sources.nodes", "1"]),
-]
-SETTINGS: list[tuple[Any, list[str]]] = [
-    ({"emulated": {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}}, ["8 ranks", "4"]),
-    ("frontire", ["frontire", "frontier"]),
-    ({"nodes": 1, "gpus_per_node": 4, "ranks_per_gpu": 1, "hosts_per_node": 3}, ["3"]),
-    (None, ["None", "'auto'"]),
-]
-RANKS: list[tuple[int, list[str]]] = [
-    (4, ["4", "8 ranks per node", "emulated"]),
-    (12, ["12", "emulated"]),
-    (0, ["0"]),
-]
-MACHINES = [
-    ("fronter", ["'fronter'", "'frontier"]),
-    ("LUMI", ["'LUMI'", "'lumi-g"]),
-    ("", ["''", "known"]),
-]
-EMULATED: list[tuple[dict[str, int], list[str]]] = [
-    ({"nodes": 2, "gpus_per_node": 2}, ["'gcds_per_gpu'"]),
-    (SHAPE, ["'gcds_per_gpu'"]),
-    ({"nodes": 2, "gpus_per_node": -2, "gcds_per_gpu": 2}, ["gpus_per_node", "-2"]),
-]
+DATA = ROOT / "tests/data"
+TABLE = json.loads((DATA / "mistakes.json").read_text())
+GOOD = TABLE["good"]
+"""Kind -> what its rows change."""
+CASES = [(kind, *row) for kind, rows in TABLE["mistakes"].items() for row in rows]
+NAMES = [f"{kind} {given}"[:70] for kind, given, *_ in CASES]
 
 
-def tree(fields: dict[str, Any]) -> Topology:
-    """A machine of 16 ranks with these fields."""
-    return Topology(**{"name": "test", **SHAPE, **fields})
+def written(text: str, name: str) -> str:
+    """The name of a file of this text in the current folder."""
+    Path(name).write_text(text)
+    return name
 
 
-MAKERS: dict[str, tuple[Callable[[Any], object], list[Any]]] = {
-    "block": (ZeroTopoConfig.parse, BLOCKS),
-    "resolved": (lambda block: resolve(**block), UNRESOLVED),
-    "plan": (lambda degrees: Plan(*degrees), PLANS),
-    "tree": (tree, TREES),
-    "link": (lambda rates: Link(*rates), [(rates, ["Link"]) for rates in LINKS]),
-    "description": (Topology.from_json, JSON),
-    "setting": (lambda setting: resolve_topology(setting, 4), SETTINGS),
-    "ranks": (lambda ranks: load_preset("frontier", ranks), RANKS),
-    "machine": (load_machine, MACHINES),
-    "emulated": (emulated_from_json, EMULATED),
+def optimizers(settings: dict[str, Any]) -> None:
+    """Both refuse a setting alike, in their own name."""
+    for optimizer in (AgedAdamW, AdamS):
+        with pytest.raises(ValueError, match=optimizer.__name__) as caught:
+            optimizer([], **settings)
+    raise caught.value
+
+
+MACHINE = Topology("m", nodes=4, gpus_per_node=3, ranks_per_gpu=2)
+MAKERS: dict[str, Callable[[Any], Any]] = {
+    "block": ZeroTopoConfig.parse,
+    "resolved": lambda block: resolve(**block),
+    "plan": lambda degrees: Plan(*degrees),
+    "degrees": lambda degrees: Plan.build(MACHINE, tuple(degrees)),
+    "group": MACHINE.among,
+    "machine": Topology.from_json,
+    "topology": lambda setting: resolve_topology(setting, 4),
+    "machine file": lambda text: resolve_topology(written(text, "machine.json"), 4),
+    "ranks": lambda ranks: load_preset("frontier", ranks),
+    "config": deepspeed_problems,
+    "DeepSpeed": lambda config: deepspeed_refusals(config, 4),
+    "file": lambda text: load_deepspeed_config(written(text, "broken.json")),
+    "source": load_deepspeed_config,
+    "environment": lambda text: with_environment_block(GOOD["config"], {"ZERO_TOPO_BLOCK": text}),
+    "rank": rank_environment,
+    "NeoX": lambda config: neox.main(["check", written(json.dumps(config), "x.yml"), "--ranks=8"]),
+    "NeoX file": lambda text: load_configs([written(text, "x.yml")]),
+    "model": lambda text: load_model(written(text, "model.yml")),
+    "shape": lambda sizes: Transformer(*sizes),
+    "count": lambda text: read_count(text, "n"),
+    "format": lambda arguments: BlockSpec(*arguments),
+    "optimizer": optimizers,
 }
-CASES = [(make, *row) for make, rows in MAKERS.values() for row in rows]
-NAMES = [f"{name} {row[0]}" for name, (_, rows) in MAKERS.items() for row in rows]
 
 
-@pytest.mark.parametrize(("make", "given", "words"), CASES, ids=NAMES)
+@pytest.mark.parametrize(
+    ("kind", "given", "words"), [(*row[:2], row[2:]) for row in CASES], ids=NAMES
+)
 def test_a_mistake_is_one_line_that_names_it(
-    make: Callable[[Any], object], given: Any, words: list[str]
+    kind: str,
+    given: Any,
+    words: list[str],
+    run: Run,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With the value, and the nearest right one where there is one."""
-    with pytest.raises(ValueError) as caught:
-        make(given)
-    line = str(caught.value)
+    """With the value, and the nearest right one where there is one; a command ends with status 2
+    and prints, writes and starts nothing before it.
+    """
+    monkeypatch.chdir(tmp_path)
+    if kind in GOOD:
+        given = GOOD[kind] | given
+    if kind == "command":
+        for name, text in TABLE["files"].items():
+            written(text, name)
+        status, out, line = run(*given.replace("DATA", str(DATA)).split())
+        assert (status, out) == (2, "")
+    else:
+        line = said(MAKERS[kind], given)
+        seen = capsys.readouterr()
+        line = line or seen.err
+        assert not seen.out
     assert [word for word in words if word not in line] == []
-    assert "\n" not in line or make in (tree, MAKERS["link"][0])  # pydantic's own
+    assert "\n" not in line.removesuffix("\n") and len(line) < 700
+
+
+def said(maker: Callable[[Any], Any], given: Any) -> str | None:
+    """The one line of an error or of a list of problems; None of a command."""
+    try:
+        problems = maker(given)
+    except ValueError as error:
+        return str(error)
+    if problems == 2:
+        return None
+    (line,) = problems
+    return str(line)

@@ -64,24 +64,3 @@ def test_without_transformers_the_way_out_is_said(monkeypatch: pytest.MonkeyPatc
         match=r"^model olmo-2-7b: [^\n]*'olmo2'[^\n]*pip install transformers torch, or plan",
     ):
         load_model("olmo-2-7b")
-
-
-WRONG = {
-    "{": "neither JSON nor YAML",
-    '{"hidden": 4}': "neither model_type nor num_layers",
-    '{"model_type": "no-such-model"}': "'no-such-model'",
-    '{"model_type": "gemma2", "num_hidden_layers": "two"}': "'gemma2'",
-    '{"num_layers": "two", "hidden_size": 64, "num_attention_heads": 4}': "num_layers is 'two'",
-    '{"num_layers": 5000, "hidden_size": 64, "num_attention_heads": 4}': "4,096",
-    '{"num_layers": 2, "hidden_size": 64, "num_attention_heads": 3}': "hidden = 64",
-    f'{{{SHAPE}, "moe_num_experts": 8}}': "moe_num_experts is 8",
-    f'{{{SHAPE}, "attention_config": [[["global", "mamba"], "all"]]}}': "'mamba'",
-}
-
-
-@pytest.mark.parametrize(("text", "named"), WRONG.items())
-def test_a_broken_model_is_one_clear_line(text: str, named: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError) as raised:
-        load_model(write(tmp_path, text))
-    line = str(raised.value)
-    assert named in line and "\n" not in line

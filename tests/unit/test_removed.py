@@ -10,8 +10,7 @@ import pytest
 
 from tests.launching import ROOT
 from tests.plans import TREE
-from zero_topo.config import ZeroTopoConfig, resolve_config
-from zero_topo.config.removed import REMOVED, Removed
+from zero_topo.config import ZeroTopoConfig
 from zero_topo.cost.rule import before_a_model
 
 OLD = json.loads((ROOT / "tests/data/old_configs.json").read_text())
@@ -28,23 +27,3 @@ def test_every_shipped_config_works_or_is_refused_by_its_removed_key(old: dict[s
         return
     with pytest.raises(ValueError, match=rf"^zero_topo\.{old['removed']} .*was removed; \S"):
         ZeroTopoConfig.parse(block)
-
-
-@pytest.mark.parametrize("removed", REMOVED, ids=lambda removed: f"{removed.key} {removed.value}")
-def test_each_removed_key_is_refused_in_one_line(removed: Removed) -> None:
-    """Whatever its value, or by one of its values alone."""
-    *parents, key = removed.key.split(".")
-    block: Any = {key: None if removed.value is None else removed.value}
-    for parent in reversed(parents):
-        block = {parent: block}
-    with pytest.raises(ValueError) as caught:
-        ZeroTopoConfig.parse(block)
-    line = str(caught.value)
-    assert line.startswith(f"zero_topo.{removed.key}") and "\n" not in line
-    assert line.endswith(f" was removed; {removed.instead}")
-
-
-def test_the_values_that_stay_are_not_refused() -> None:
-    """A removed value does not refuse its key."""
-    kept = {"scheme": "hsdp", "quantize": {"weights": "int8"}, "sync": {"mode": "quantized"}}
-    assert resolve_config(ZeroTopoConfig.parse(kept), TREE).scheme == "hsdp"

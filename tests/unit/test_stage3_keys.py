@@ -40,7 +40,7 @@ def fields() -> dict[str, Any]:
 
 def of(key: str, value: Any) -> dict[str, Any]:
     """A config with a key of stage 3."""
-    return changed(**{f"{ZERO}__{key}": value})
+    return changed({f"{ZERO}.{key}": value})
 
 
 def test_the_table_has_every_key_of_every_supported_release() -> None:

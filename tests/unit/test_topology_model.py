@@ -6,7 +6,6 @@ picture.
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 import pytest
@@ -143,11 +142,3 @@ def test_ranks_of_a_group_keep_their_order_in_the_tree_and_their_units(
     if topology.hosts is not None:
         assert cut.hosts == topology.hosts[node0 : node0 + nodes]
     assert (cut.links, cut.emulated) == (topology.links, topology.emulated)
-
-
-@pytest.mark.parametrize("ranks", [[0, 1, 2], [0, 2, 3], [0, 1, 2, 3, 8, 10], [0, 1, 8]])
-def test_a_group_with_unequal_nodes_or_gpus_is_refused_with_its_ranks(ranks: list[int]) -> None:
-    with pytest.raises(
-        ValueError, match=re.escape(f"different numbers of the ranks {ranks} of one group")
-    ):
-        tree(2).among(ranks)

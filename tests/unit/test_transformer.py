@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_topo.cost.transformer import Transformer, scaled
+from zero_topo.cost.transformer import scaled
 
 
 @given(params=st.integers(10**8, 10**13))
@@ -15,13 +15,3 @@ def test_a_made_up_model_has_the_size_asked_for(params: int) -> None:
     model = scaled(params)
     assert model.params == pytest.approx(params, rel=1e-3)
     assert 2 * model.hidden <= model.intermediate <= 7 * model.hidden
-
-
-def test_a_size_without_a_shape_is_refused() -> None:
-    with pytest.raises(ValueError, match="too few"):
-        scaled(10)
-
-
-def test_a_shape_of_nonsense_is_refused() -> None:
-    with pytest.raises(ValueError, match="layers is 0"):
-        Transformer("m", 0, 8, 1, 8, 8, 8)
