@@ -415,7 +415,7 @@ class Calls:
 
 
 SCALED = 6  # of a width, to which buckets are in the same proportion
-MOST_LAUNCHES = 355
+MOST_LAUNCHES = 325
 
 
 def launches(folder: Path) -> int:

@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from functools import lru_cache
 from operator import itemgetter
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -143,9 +143,8 @@ class Group:
             return self._all_gather_rows(x, counts)
         sent = x.contiguous()
         received = sent.new_empty(self.size, *x.shape)
-        # torch 2.13 has renamed all_gather_into_tensor, which warns at each call.
-        old: Any = getattr(dist, "all_gather_into_tensor", None)
-        all_gather = getattr(dist, "all_gather_single", old)
+        # torch 2.13 has renamed it, and warns at each call of the old name.
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         work = all_gather(received, sent, group=self.group, async_op=True)
         handle = Handle(received, work.wait, (sent,))
         return handle if self.in_order else handle.then(self._by_member)
@@ -167,9 +166,8 @@ class Group:
     def _reduce_scatter(self, x: Tensor) -> Handle[Tensor]:
         sent = x.contiguous() if self.in_order else self._in_order(x, self.members)
         received = sent.new_empty(1, *x.shape[1:])
-        # torch 2.13 has renamed reduce_scatter_tensor.
-        old: Any = getattr(dist, "reduce_scatter_tensor", None)
-        reduce_scatter = getattr(dist, "reduce_scatter_single", old)
+        # Renamed too
+        reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         work = reduce_scatter(received, sent, group=self.group, async_op=True)
         return Handle(received, work.wait, (sent,))
 

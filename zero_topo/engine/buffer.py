@@ -16,7 +16,7 @@ from zero_topo.collectives.transport import all_gather, as_bytes
 from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Hierarchy
 from zero_topo.plan import Phase
-from zero_topo.quant.operands import DTYPES, FLOATS, View, view_of
+from zero_topo.quant.operands import DTYPES, FLOATS, View, at_blocks, total_numel, view_of
 from zero_topo.quant.ops import cast_to, dequantize, quantize
 from zero_topo.quant.spec import Cast, Format
 
@@ -112,7 +112,8 @@ class Buffer:
     ) -> Handle[list[Tensor]]:
         """Gather whole parameters by one collective.
 
-        Each quantized parameter has a message of its own. All others share one, the last.
+        Each packed buffer is a message of its own. All that must be quantized share one, in which
+        each parameter begins a block; so do all floats.
 
         Args:
             param_indices: parameters, in the same order on every rank.
@@ -146,50 +147,54 @@ class Buffer:
         """Return the parameters of each message of a gather, and its bytes."""
         messages = list[list[int]]()
         sizes = list[int]()
-        exact = list[int]()
-        rest = 0
+        # Floats come last, as blocks begin at aligned bytes.
+        shared = list[int](), list[int]()
+        nbytes = [0, 0]
         for index in param_indices:
             form = self.forms[index]
-            if form.wire.lossy:
+            if form.packed:
                 messages.append([index])
                 sizes.append(form.nbytes)
             else:
-                exact.append(index)
-                rest += form.nbytes
-        if exact:
-            messages.append(exact)
-            sizes.append(rest)
+                is_float = not form.wire.lossy
+                shared[is_float].append(index)
+                nbytes[is_float] += form.nbytes
+        for message, size in zip(shared, nbytes, strict=True):
+            if message:
+                messages.append(message)
+                sizes.append(size)
         return messages, sizes
 
     def _pack(self, messages: Sequence[Sequence[int]], sizes: Sequence[int]) -> Tensor:
         """Pack this rank's rows of some parameters into one buffer, message by message.
 
-        If all must be encoded, they are encoded directly into the buffer. Otherwise one ``cat``
-        joins them.
+        Packed buffers, and a float parameter alone, are sent as they are stored.
         """
-        stored = {}
-        for number, message in enumerate(messages):
-            sent = self.forms[message[0]].sent
-            if len(message) == 1 and sent is not None:
-                stored[number] = sent
-        # Several messages that all must be encoded: each directly at its place in the buffer.
-        if len(messages) > 1 and not stored:
-            first = self.forms[messages[0][0]]
-            buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=first.data.device)
+        first = self.forms[messages[0][0]]
+        if len(messages) > 1 and not first.packed:
+            # Blocks and floats: each directly at its place in the buffer.
+            buffer = first.data.new_empty(sum(sizes), dtype=torch.uint8)
             for message, out in zip(messages, buffer.split(list(sizes)), strict=True):
                 self._encode(message, out)
             return buffer
-        for number, message in enumerate(messages):
-            if number not in stored:
-                stored[number] = self._encode(message)
-        if len(messages) == 1:
-            return stored[0]
-        return torch.cat([stored[number] for number in range(len(messages))])
+        parts = []
+        for message, size in zip(messages, sizes, strict=True):
+            sent = self.forms[message[0]].sent
+            if sent is None or len(message) > 1:
+                sent = first.data.new_empty(size, dtype=torch.uint8)
+                self._encode(message, sent)
+            parts.append(sent)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _encode(self, message: Sequence[int], out: Tensor | None = None) -> Tensor:
+    def _encode(self, message: Sequence[int], out: Tensor) -> None:
         forms = map(self.forms.__getitem__, message)
         views = list(map(attrgetter("view"), forms))
-        return quantize(views, self.forms[message[0]].wire, out)
+        wire = self.forms[message[0]].wire
+        if wire.lossy and len(message) > 1:
+            # Shorter than messages of single parameters would be: the rest is not read.
+            views = at_blocks(views, wire.block_size)
+            out = out[: wire.nbytes(total_numel(views))]
+        quantize(views, wire, out)
 
     def _decode(self, message: Sequence[int], table: Tensor, flats: dict[int, Tensor]) -> None:
         """Decode one message of all members into whole parameters, flat with padding, by index."""
@@ -201,7 +206,11 @@ class Buffer:
             flat = table.new_empty(layout.padded_numels[index], dtype=self._dtype)
             flats[index] = flat
             places.append(self.forms[index].place(flat, world_size, self._hierarchy.size))
-        dequantize(table, self.forms[message[0]].wire, places)
+        wire = self.forms[message[0]].wire
+        if wire.lossy and len(message) > 1:
+            places = at_blocks(places, wire.block_size)
+            table = table[..., : wire.nbytes(total_numel(places))]
+        dequantize(table, wire, places)
 
     def _stored(self, index: int) -> Tensor:
         """Return a whole parameter of which this rank stores all rows."""
