@@ -452,7 +452,7 @@ def reduce_scatter(
         return _start(outer, backend[-1], spec, send)
 
     def finish(received: Tensor) -> None:
-        dequantize_reduce(received[:, 0], spec, out, factor, accumulate)
+        dequantize_reduce(received, spec, out, factor, accumulate)
 
     # Two groups: the inner one first, so that each byte crosses nodes once.
     received = _start(first, backend[0], spec, send)

@@ -208,9 +208,10 @@ class Gradients:
         if param_indices is None:
             self._missing = [set(param_indices) for param_indices in self._runs]
             param_indices = range(len(self._run_of))
-        started = sorted(
-            {self._run_of[param_index] for param_index in param_indices} & self._started.keys()
-        )
+        if not self._started:  # the usual case, without a look at each parameter
+            return False
+        runs = {self._run_of[param_index] for param_index in param_indices}
+        started = sorted(runs & self._started.keys())
         self._reopen(started)
         return bool(started)
 

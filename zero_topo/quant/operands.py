@@ -230,12 +230,15 @@ def at_blocks(views: Sequence[View], block: int) -> list[View]:
     """Return the views with padding between them, so that each begins a block and no block spans
     two views.
     """
+    if block == 1 or len(views) == 1:
+        return list(views)
     parts: list[View] = []
     begin = 0
+    # A view of no elements reads as zeros.
+    nothing = views[0].flat[:0]
     for view in views:
-        # A view of no elements reads as zeros.
         if missing := -begin % block:
-            parts.append(View(view.flat[:0], 1, missing, missing, view.members))
+            parts.append(View(nothing, 1, missing, missing, view.members))
         parts.append(view)
         begin += missing + view.numel
     return parts
@@ -335,8 +338,9 @@ def from_sources(messages: Tensor, without: int = -1) -> Messages:
     several members.
     """
     assert messages.dim() in (2, 3)
-    missing = (None,) * (4 - messages.dim())
-    return Messages(messages[:, *missing], without_source=without)
+    while messages.dim() < 4:
+        messages = messages.unsqueeze(1)
+    return Messages(messages, without_source=without)
 
 
 class Codes(NamedTuple):
