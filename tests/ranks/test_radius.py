@@ -1,122 +1,77 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Radius: a mask chosen of the optimizer's own update, common to all peers, and nothing lost
-between resamplings.
+"""Radius: which updates choose its mask. The algorithm is in ``test_papers.py``, what it shares
+with the other modes in ``test_sync_modes.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
-import pytest
 import torch
 from torch import Tensor
 
 from tests.harness import run_threads
-from tests.ranks.sync_cases import INTERVAL, PLACES, Step, mode_of, observed, sync_world
-from tests.ranks.trainer import Trainer, computed, usual_rate
+from tests.ranks.sync_cases import INTERVAL, mode_of, sync_world
+from tests.ranks.trainer import Trainer, computed
 from tests.ranks.worlds import NUMELS, World
-from zero_topo.engine.stage3 import Stage3
 from zero_topo.sync.radius import Radius
 
 RATE = 0.01
-Rate = Callable[[int, int], float]  # of step and sub-group
+WORLD = partial(sync_world, "radius", chunk=1024, value_dtype="fp32")
+"""A world with the mode, in two runs."""
 
 
 class Seen(NamedTuple):
-    """One step of one rank: what was synced, the residual, the own row's update, the masks, and the
-    rank's rows.
-    """
+    """After a step of a rank: the mask in force, bool ``[P, C]``; whether a residual waits."""
 
-    step: Step
-    update: Tensor
-    before: Tensor
-    after: Tensor
-    masters: Tensor
+    mask: Tensor
+    waits: bool
 
 
-def radius_world(place: str, **sync: Any) -> World:
-    """A world with the mode, in two runs."""
-    return sync_world("radius", place, chunk=1024, value_dtype="fp32", **sync)
-
-
-def mask_of(engine: Stage3) -> Tensor:
-    """The mask in force, bool ``[P, C]``."""
-    mode = mode_of(engine)
-    assert isinstance(mode, Radius)
-    return mode.mask(mode._state)
-
-
-class Run(Trainer):
-    """With AdamW."""
-
-    def __init__(self, w: World, rank: int, rate: Rate = usual_rate) -> None:
-        # With its usual epsilon the first step is the sign of the gradient, and all elements tie.
-        super().__init__(w, rank, lambda masters: torch.optim.AdamW(masters, eps=1.0), 0.0)
-        self.rate = rate
-
-    def step(self, step: int) -> Seen:
-        """A whole step."""
-        rows = self.sync(step)
-        before, old, own = (
-            mask_of(self.engine),
-            self.table(self.masters),
-            self.engine.masters.own_row,
-        )
-        self.update(rows, lambda group: self.rate(step, group))
-        new = self.table(self.masters)
-        return Seen(observed(self.engine), (new - old)[own], before, mask_of(self.engine), new)
-
-
-def train(w: World, steps: int, rate: Rate = usual_rate) -> list[list[Seen]]:
-    """Steps of every rank."""
+def train(w: World, steps: int, rate: Callable[[int, int], float]) -> list[list[Seen]]:
+    """Steps of every rank, with the learning rate of a step and a sub-group."""
+    # With the usual epsilon the first step is the sign of the gradient, and all elements tie.
+    optimizer = partial(torch.optim.AdamW, eps=1.0)
 
     def rank_main(rank: int) -> list[Seen]:
-        trainer = Run(w, rank, rate)
-        return [trainer.step(step) for step in range(steps)]
+        trainer = Trainer(w, rank, optimizer, 0.0)
+        mode = mode_of(trainer.engine)
+        assert isinstance(mode, Radius)
+        found = []
+        for step in range(steps):
+            trainer.update(trainer.sync(step), partial(rate, step))
+            trainer.engine.end_step(skipped=False)
+            found.append(Seen(mode.mask(mode._state), bool(mode.residual.any())))
+        return found
 
     return run_threads(w.size, rank_main)
 
 
-def chosen(w: World, update: Tensor) -> Tensor:
-    """The elements of a row that its owner should choose, by sorting: columns of the mask, those of
-    all but vectors.
+def test_a_learning_rate_of_zero_chooses_nothing() -> None:
+    """There is no update to choose by: the first step that has one resamples; later ones keep the
+    mask they have.
     """
-    found, begin = [], 0
-    for numel in w.numels:
-        width = w.config.plan.shard_numel(numel)
-        if numel > 1:
-            score = update[begin : begin + width].abs()
-            density: float = w.config.sync.density  # type: ignore[attr-defined]
-            last = score.sort(descending=True).values[max(1, int(density * width)) - 1]
-            found.append(score >= last)
-        begin += width
-    return torch.cat(found)
+    rates = [0.0, 0.0, RATE, RATE, 0.0, RATE, 0.0]
+    for steps in train(WORLD("data parallel"), len(rates), lambda step, group: rates[step]):
+        # Step 2 has no mask yet, 3 and 6 end intervals.
+        assert [seen.waits for seen in steps] == [False] * 4 + [True, True, False]
+        assert not steps[1].mask.any() and steps[2].mask.any()
+        assert torch.equal(steps[6].mask, steps[5].mask)
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_the_mask_is_that_of_the_last_resampling(place: str) -> None:
-    """All peers store it; the row of each is its own choice of the optimizer's update then; the
-    others' elements do not arrive. A resampling leaves no residual.
-    """
-    w = radius_world(place)
-    results = train(w, 2 * INTERVAL + 2)
-    between = [step % INTERVAL != 0 for step in range(2 * INTERVAL + 2)]
-    assert all(has_residual(steps) == between for steps in results)
-    plan = w.config.plan
-    vectors = sum(plan.shard_numel(n) for n in w.numels if n == 1)
-    lo, hi = plan.stages(plan.gradients, plan.world_size)[-1]
-    for rank, steps in enumerate(results):
-        group = plan.group(rank, lo, hi)
-        for step, seen in enumerate(steps):
-            last = step - step % INTERVAL
-            wanted = torch.stack([chosen(w, results[peer][last].update) for peer in group])
-            assert torch.equal(seen.after, wanted), (rank, step)
-            if step != last:
-                assert torch.equal(seen.before, wanted)
-                arrived = seen.step.own[vectors:] != 0
-                assert not (arrived & ~wanted[group.index(rank)]).any() and arrived.any()
-    assert not torch.equal(results[0][0].after, results[0][INTERVAL].after)
+def test_a_group_with_a_learning_rate_of_zero_keeps_its_part_of_the_mask() -> None:
+    """The others choose anew."""
+    w = WORLD("data parallel")
+    group = sum(w.config.plan.shard_numel(n) for n in NUMELS[-2:])
+
+    def rate(step: int, group: int) -> float:
+        return RATE if step < INTERVAL else RATE * (1 - group)
+
+    for *_, before, after in train(w, INTERVAL + 1, rate):
+        assert torch.equal(after.mask[:, -group:], before.mask[:, -group:])
+        assert not torch.equal(after.mask[:, :-group], before.mask[:, :-group])
 
 
 def test_a_step_skipped_after_some_updates_changes_nothing() -> None:
@@ -124,7 +79,7 @@ def test_a_step_skipped_after_some_updates_changes_nothing() -> None:
     says nothing.
     """
 
-    def without_rate(step: int, group: int) -> float:
+    def rate(step: int, group: int) -> float:
         return 0.0 if step == INTERVAL else RATE
 
     def disturb(trainer: Trainer, step: int) -> None:
@@ -135,60 +90,23 @@ def test_a_step_skipped_after_some_updates_changes_nothing() -> None:
                 pass
             trainer.engine.end_step(skipped=True)
 
-    w, steps = radius_world("topo"), 2 * INTERVAL + 1
-    found, expected = (
-        computed(w, steps, disturb, without_rate),
-        computed(w, steps, rate=without_rate),
-    )
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-def has_residual(steps: Sequence[Seen]) -> list[bool]:
-    """At which steps there is a residual."""
-    return [any(bool(part.any()) for _, part in seen.step.residuals) for seen in steps]
-
-
-def test_a_learning_rate_of_zero_chooses_nothing() -> None:
-    """There is no update to choose by: the first step that has one resamples; later ones keep the
-    mask they have.
-    """
-    rates = [0.0, 0.0, RATE, RATE, 0.0, RATE, RATE]
-    for steps in train(
-        radius_world("data parallel"), len(rates), rate=lambda step, group: rates[step]
-    ):
-        # Step 2 has no mask yet, 3 and 6 end intervals.
-        assert has_residual(steps) == [False] * 4 + [True, True, False]
-        assert not steps[1].after.any() and steps[2].after.any()
-    for steps in train(
-        radius_world("topo"),
-        INTERVAL + 2,
-        rate=lambda step, group: 0.0 if step == INTERVAL else RATE,
-    ):
-        assert torch.equal(steps[0].after, steps[-1].after)
-
-
-def test_a_group_with_a_learning_rate_of_zero_keeps_its_part_of_the_mask() -> None:
-    """The others choose anew."""
-    w = radius_world("data parallel")
-    group = sum(w.config.plan.shard_numel(n) for n in NUMELS[-2:])
-    for steps in train(
-        w, INTERVAL + 1, rate=lambda step, group: RATE if step < INTERVAL else RATE * (1 - group)
-    ):
-        last = steps[-1]
-        assert torch.equal(last.after[:, -group:], last.before[:, -group:])
-        assert not torch.equal(last.after[:, :-group], last.before[:, :-group])
+    w = WORLD("topo")
+    steps = 2 * INTERVAL + 1
+    expected = computed(w, steps, rate=rate)
+    assert all(map(torch.equal, computed(w, steps, disturb, rate), expected))
 
 
 def test_updates_are_asked_for_at_resamplings_only() -> None:
     """Other steps, the dense ones at the start too, and other modes pay nothing for the hook."""
-    w = radius_world("topo", start=1)
+    w = WORLD("topo", start=1)
 
     def rank_main(rank: int) -> list[bool]:
-        trainer, asked = Run(w, rank), []
+        trainer, asked = Trainer(w, rank), []
         for step in range(INTERVAL + 2):
-            trainer.sync(step)
+            rows = trainer.sync(step)
             asked.append(trainer.engine.gradients.mode.wants_updates)
-            trainer.step(step)
+            trainer.update(rows, lambda group: RATE)
+            trainer.engine.end_step(skipped=False)
         return asked
 
     assert run_threads(w.size, rank_main)[0] == [False, True, False, False, True]

@@ -28,11 +28,12 @@ from tests.ranks.sync_cases import (
     summed,
     sync_world,
 )
-from tests.ranks.worlds import PLAIN, World, owned, residual_table, shuffled, synced, world
+from tests.ranks.worlds import PLAIN, World, residual_table, shards, shuffled, synced, world
 from zero_topo.cli import main
 from zero_topo.cli.residuals import carry
 from zero_topo.engine.residual_transfer import FILE, STATE_KEY, age_rows, carried
 from zero_topo.engine.shards import Layout
+from zero_topo.plan import Plan
 from zero_topo.topology.model import Topology
 from zero_topo.topology.presets import emulated
 
@@ -109,29 +110,6 @@ def test_the_sum_of_residuals_stays(place: str, mode: str, tmp_path: Path) -> No
         )
         for after in afters:
             torch.testing.assert_close(after[name], value, atol=1e-6, rtol=1e-6)
-
-
-def test_a_mask_starts_anew_and_its_first_step_delivers_all_residuals(tmp_path: Path) -> None:
-    """On other ranks, where no mask of the old run fits: what waited off it arrives with the first
-    step's gradients.
-    """
-    before = residuals_after(sparse("topo", emulated(2, 2, 2), "radius"), None, 4, tmp_path)
-    assert any(unsent.any() for unsent in before.values())
-    carry(tmp_path, tmp_path)
-    w = sparse("data parallel", emulated(3, 1, 1), "radius")
-
-    def rank_main(rank: int) -> None:
-        engine = w.engine()
-        engine.load_state_dict({}, str(tmp_path))
-        synced(engine, w.grads(rank))
-        own = owned(engine)
-        engine.end_step(skipped=False)
-        assert mode_of(engine).report()["resampled"] == 1 and not mode_of(engine).residual.any()
-        torch.testing.assert_close(
-            own, w.own_mean(rank, 0) + w.own_columns(rank, list(before.values()))
-        )
-
-    run_threads(w.size, rank_main)
 
 
 def test_a_mask_of_another_plan_is_not_taken_for_ones_own(
@@ -224,28 +202,22 @@ def test_ages_stay_with_their_elements(tmp_path: Path) -> None:
     numels = {"p": 8, "q": 4}
     ages = {name: torch.arange(1, numel + 1, dtype=torch.uint8) for name, numel in numels.items()}
     columns = {"p": (8, 0, 3), "q": (4, 3, 2)}
-    padded = {
-        name: torch.nn.functional.pad(value, (0, -len(value) % 3)).view(3, -1)
-        for name, value in ages.items()
-    }
+    cut = Plan.build(emulated(3, 1, 1), ("rank", None, "rank", "world"))
+    tables = [shards(cut, value) for value in ages.values()]
     for rank in range(3):
-        states = {index: {"age": rows[rank]} for index, rows in enumerate(padded.values())}
+        states = {index: {"age": table[rank]} for index, table in enumerate(tables)}
         saved(tmp_path, rank, 3, {"columns": columns}, optimizer_state_dict={"state": states})
     carry(tmp_path, tmp_path)
     _, saved_ages = carried(tmp_path)
     for machine in (emulated(2, 2, 2), shuffled(emulated(2, 2, 2))):
         for place in ("topo", "replicated optimizer"):
             plan = sparse(place, machine, "ternary").config.plan
+            tables = [shards(plan, value) for value in ages.values()]
             for rank in range(8):
-                rows = age_rows(
-                    saved_ages, Layout(plan, rank, tuple(numels.values())), list(numels)
-                )
-                for row, owner in zip(rows, plan.rows(rank, plan.optimizer), strict=True):
-                    own = [
-                        *ages["p"][owner : owner + 1].tolist(),
-                        *(ages["q"][owner : owner + 1].tolist() or [0]),
-                    ]
-                    assert row.tolist() == own
+                layout = Layout(plan, rank, tuple(numels.values()))
+                rows = age_rows(saved_ages, layout, list(numels))
+                own = plan.rows(rank, plan.optimizer)
+                assert torch.equal(rows, torch.cat([table[own] for table in tables], dim=1))
 
 
 class Runs:

@@ -1,12 +1,13 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What every mode of sync keeps, in every setting: nothing is lost, all selected is dense; a
-skipped step, a restart and the loss scale leave no trace; what is not finite is seen; bytes are the
-formula's.
+"""What every mode of sync keeps, in every setting: nothing is lost; a skipped step, a restart, the
+loss scale and overlap leave no trace; what is not finite is seen; bytes are the formula's. Each
+mode's own algorithm is in ``test_papers.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise, product
@@ -16,10 +17,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.bare import fake_world
 from tests.harness import run_threads
-from tests.marks import late, often
+from tests.marks import late
 from tests.ranks.sync_cases import (
     CHUNK,
+    HIERARCHY,
     INTERVAL,
     PLACES,
     SYNC,
@@ -28,14 +31,19 @@ from tests.ranks.sync_cases import (
     in_runs,
     mode_of,
     observed,
+    residuals_of,
     run,
+    summed,
     sync_world,
 )
 from tests.ranks.trainer import Trainer, computed
-from tests.ranks.worlds import NUMELS, World, overflowed, owned, synced
+from tests.ranks.worlds import PLAIN, World, overflowed, owned, synced, world
+from zero_topo import AgedAdamW
 from zero_topo.cost import memory_bytes, step_bytes
 from zero_topo.topology.presets import emulated
 
+MOMENTUM = ("replicated optimizer", "owned", "gradients in a GPU")
+"""Places in which SCAPE is tested."""
 FEEDBACK = [name for name in SYNC if name != "scape"]
 """Their residuals are parts of gradients; SCAPE's are of momentum."""
 
@@ -68,6 +76,14 @@ def walked(w: World, restarts: bool) -> list[list[Step]]:
     return run_threads(w.size, rank_main)
 
 
+PRECISIONS: list[dict[str, Any]] = [
+    {"dtype": torch.bfloat16},
+    {"dtype": torch.bfloat16, "accumulation_dtype": "fp32"},
+    {"dtype": torch.float16},
+    {"dtype": torch.float16, "accumulation_dtype": "fp32"},
+]
+
+
 def walks() -> Iterator[Any]:
     """Name, place, and more settings: some often, the others late."""
     for name, place, runs in product(FEEDBACK, PLACES, (False, True)):
@@ -76,27 +92,26 @@ def walks() -> Iterator[Any]:
         usual = place in ("topo", "data parallel", "owned") or name in ("quantized", "ternary")
         case = name, place, {"chunk": CHUNK} if runs else {}
         yield case if usual and (runs or name not in ("tagc", "sharded")) else late(*case)
-    for name, peers in product(("oktopk", "ternary"), (1, 3, 8)):
-        yield late(name, "data parallel", {"peers": peers})
-    sizes = [(1.0, 2), (0.1, 1000), (0.01, 30_000), (0.001, 1), (0.001, 1_000_000)]
-    for name, (density, numel) in product(("oktopk", "ternary"), sizes):
-        more: dict[str, Any] = {"numels": (numel,), "density": density}
-        case = name, "data parallel", more
-        yield case if numel in (1, 2) else late(*case)
+    for place, precision in product(HIERARCHY, PRECISIONS):
+        yield "quantized", place, precision
+    for name in ("oktopk", "ternary"):
+        for peers in (1, 3, 8):
+            yield late(name, "data parallel", {"peers": peers})
+        for density, numel in [(1.0, 2), (0.01, 30_000), (0.001, 1), (0.001, 1_000_000)]:
+            yield late(name, "data parallel", {"numels": (numel,), "density": density})
     for name in ("oktopk", "tagc"):
         # Groups that are not in the order of the tree
         order = (2, 0, 4, 1, 3)
         yield name, "data parallel", {"machine": replace(emulated(5, 1, 1), order=order)}
 
 
-@pytest.mark.parametrize("value_dtype", ["bf16", late("fp32")])
 @pytest.mark.parametrize(("name", "place", "more"), list(walks()), ids=str)
-def test_nothing_is_lost(name: str, place: str, more: dict[str, Any], value_dtype: str) -> None:
+def test_nothing_is_lost(name: str, place: str, more: dict[str, Any]) -> None:
     """What has not arrived is in the residual, at every step; where all ranks update all elements,
     they get the same bits.
     """
-    sync = {} if name == "quantized" else {"value_dtype": value_dtype}
-    w = sync_world(name, place, **{**sync, **more})
+    sync = {} if name == "quantized" else {"value_dtype": "bf16"}
+    w = sync_world(name, place, **sync, **more)
     results = walked(w, restarts=name not in ("radius", "tagc", "quantized"))
     check_nothing_is_lost(w, results)
     if place == "data parallel":
@@ -104,40 +119,38 @@ def test_nothing_is_lost(name: str, place: str, more: dict[str, Any], value_dtyp
             assert torch.equal(found[step].rows, results[0][step].rows)
 
 
-ALL: dict[str, dict[str, Any]] = {
-    "oktopk": {"density": 1.0},
-    "tagc": {"theta": 0.0},
-    "radius": {"density": 1.0},
-    **{f"{name} from the third step": {"start": 2} for name in ("oktopk", "ternary", "tagc")},
-}
+@pytest.mark.parametrize("place", MOMENTUM)
+def test_nothing_of_a_momentum_is_lost(place: str) -> None:
+    """SCAPE: ``m' + sum of e' = b m + (1 - b) mean of g + sum of e`` in every element, rounding of
+    values included.
+    """
+    w = sync_world("scape", place, density=0.3, warmup=0)
+    beta = 0.9
 
+    def rank_main(rank: int) -> list[tuple[Tensor, list[tuple[int, Tensor]]]]:
+        trainer, found = Trainer(w, rank), []
+        row = trainer.engine.layout.row(w.config.plan.optimizer)
+        for step in range(4):
+            trainer.update(trainer.sync(step), lambda group: 0.01)
+            trainer.engine.end_step(skipped=False)
+            momentum = trainer.table([moment.mean for moment in trainer.moments()])
+            found.append((momentum[row], residuals_of(trainer.engine)))
+        return found
 
-@pytest.mark.parametrize("place", often(("topo", "data parallel"), list(PLACES)[:-1]))
-@pytest.mark.parametrize("name", ALL)
-def test_all_selected_is_dense(name: str, place: str) -> None:
-    """The mean gradient arrives, and the residual is zero; then the mode begins."""
-    w = sync_world(name.split()[0], place, **ALL[name], value_dtype="fp32")
-    later = "start" in ALL[name]
-    results = run(w, 5 if later else 2)
-    for rank, found in enumerate(results):
-        for step in range(2):
-            torch.testing.assert_close(
-                found[step].own, w.own_mean(rank, step), atol=1e-6, rtol=1e-6
-            )
-            assert not any(part.abs().max() > 1e-6 for _, part in found[step].residuals)
-            assert not later or found[step].report["density"] == 1
-        assert not later or any(bool(part.any()) for _, part in found[2].residuals)
-    check_nothing_is_lost(w, results)
+    results = run_threads(w.size, rank_main)
+    before = [torch.zeros(w.columns) for _ in range(w.size)]
+    for step in range(4):
+        residuals = summed(w, [found[step][1] for found in results])
+        for rank, found in enumerate(results):
+            waits = (1 - beta) * residuals[rank]
+            due = beta * before[rank] + (1 - beta) * w.own_mean(rank, step)
+            torch.testing.assert_close(found[step][0] + waits, due, atol=1e-5, rtol=1e-5)
+            # The momentum decays at the next step, the residual does not.
+            before[rank] = found[step][0] + waits / beta
 
 
 # -- no trace --------------------------------------------------------------------------------------
 
-SETTINGS = {
-    "hierarchy": ("replicated optimizer", (2, 2, 2)),
-    "three nodes": ("replicated optimizer", (3, 1, 2)),
-    "algorithm 2": ("owned", (4, 1, 1)),
-    "a group in the node first": ("gradients in a GPU", (2, 2, 2)),
-}
 WORLDS: dict[str, Callable[[], World]] = {
     # It stops in the middle of tau; its sums go to ranks of the node that have other peers, which
     # may have no NaN.
@@ -155,18 +168,10 @@ WORLDS: dict[str, Callable[[], World]] = {
         f"radius, {place}": partial(sync_world, "radius", place, value_dtype="fp32", chunk=1024)
         for place in PLACES
     },
-    **{
-        f"scape, {setting}": partial(sync_world, "scape", place, machine=emulated(*shape))
-        for setting, (place, shape) in SETTINGS.items()
-    },
-    "quantized": partial(sync_world, "quantized", dtype=torch.float16),
+    **{f"scape, {place}": partial(sync_world, "scape", place) for place in MOMENTUM},
+    "quantized": partial(sync_world, "quantized", **PRECISIONS[-1]),
 }
-LATE: tuple[str, ...] = (
-    "radius, gradients in a GPU",
-    "radius, replicated optimizer",
-    "radius, owned",
-)
-LATE += ("scape, three nodes", "oktopk, warming up")
+LATE = ("radius, gradients in a GPU", "radius, owned", "oktopk, warming up")
 STEPS = 2 * INTERVAL + 1
 
 
@@ -175,12 +180,13 @@ def disturbances() -> Iterator[Any]:
     at a resampling.
     """
     for name in WORLDS:
-        cases = [("skip", 2), ("stop", 3), ("scale", -1)]
+        cases = [("skip", 2), ("stop", 3), ("scale", -1), ("no overlap", -1)]
         if name.startswith("radius"):
             cases += [("skip", when) for when in (0, 1, INTERVAL)]
             cases += [("stop", when) for when in (1, 2, INTERVAL + 1)]
         for what, when in cases:
             rare = name in LATE or (what == "scale" and "runs" in name)
+            rare |= what == "no overlap" and "runs" not in name and name != "quantized"
             yield late(name, what, when) if rare else (name, what, when)
 
 
@@ -194,8 +200,8 @@ def undisturbed(name: str) -> list[Tensor]:
 def test_skipped_steps_resuming_and_the_loss_scale_change_nothing(
     name: str, what: str, when: int
 ) -> None:
-    """Residuals, masks, thresholds, densities and counters are as after finished steps, kept
-    without the scale, and saved: bit for bit.
+    """A skipped step, a restart, a loss scale, overlap with the backward pass: residuals, masks,
+    thresholds, densities and counters are as after finished steps, bit for bit.
     """
 
     def disturb(trainer: Trainer, step: int) -> None:
@@ -204,7 +210,9 @@ def test_skipped_steps_resuming_and_the_loss_scale_change_nothing(
         elif step == when:
             trainer.skipped(77) if what == "skip" else trainer.resume()
 
-    found = computed(WORLDS[name](), STEPS, disturb)
+    w = WORLDS[name]()
+    overlaps = what != "no overlap"
+    found = computed(replace(w, config=replace(w.config, overlap=overlaps)), STEPS, disturb)
     for ours, expected in zip(found, undisturbed(name), strict=True):
         assert torch.equal(ours, expected)
 
@@ -231,6 +239,30 @@ def test_a_gradient_that_is_not_finite_reaches_the_optimizer(
     assert any(run_threads(w.size, rank_main))
 
 
+OPTIMIZERS: list[tuple[str, dict[str, Any], Callable[..., torch.optim.Optimizer], str]] = [
+    ("oktopk", {}, AgedAdamW, ""),
+    ("oktopk", {"error_feedback": False}, AgedAdamW, "AgedAdamW"),
+    ("dense", {}, AgedAdamW, "AgedAdamW"),
+    ("scape", {}, torch.optim.AdamW, "AdamS"),
+]
+
+
+@pytest.mark.parametrize(("mode", "more", "kind", "words"), OPTIMIZERS)
+def test_an_optimizer_that_does_not_fit_the_mode_is_refused(
+    mode: str, more: dict[str, Any], kind: Callable[..., torch.optim.Optimizer], words: str
+) -> None:
+    """One that counts how long sums wait where none wait: a zero is a gradient there. Whoever built
+    the optimizer.
+    """
+    optimizer = "node" if mode == "scape" else "world"
+    sync = {"mode": mode, **more}
+    w = world({"scheme": "topo", "optimizer": optimizer, "quantize": PLAIN, "sync": sync})
+    with fake_world(w.size):
+        found = w.engine().gradients.mode
+        with pytest.raises(ValueError, match=words) if words else nullcontext():
+            found.check_optimizer(kind([torch.ones(1, requires_grad=True)]))
+
+
 # -- densities that change -------------------------------------------------------------------------
 
 
@@ -238,7 +270,7 @@ def test_the_residual_of_another_run_comes_with_the_first_dense_step() -> None:
     """After a checkpoint of other ranks the steps are counted anew; its residuals do not wait for
     the last of them.
     """
-    w = sync_world("oktopk", start=2)
+    w = sync_world("oktopk", start=2, numels=(64, 501))
 
     def rank_main(rank: int) -> tuple[Tensor, Tensor, Tensor]:
         engine = w.engine()
@@ -250,30 +282,35 @@ def test_the_residual_of_another_run_comes_with_the_first_dense_step() -> None:
         return first, mode_of(engine).residual, owned(engine)
 
     for rank, (first, residual, second) in enumerate(run_threads(w.size, rank_main)):
-        added = torch.full((w.columns,), 2.0)  # of two peers
-        added[: w.config.plan.shard_numel(NUMELS[0])] = 0  # a vector, which is not sparse
-        torch.testing.assert_close(first, w.own_mean(rank, 0) + added, atol=1e-5, rtol=0)
+        residual_of_both = 2.0
+        due = w.own_mean(rank, 0) + residual_of_both
+        torch.testing.assert_close(first, due, atol=1e-5, rtol=0)
         torch.testing.assert_close(second, w.own_mean(rank, 1), atol=1e-6, rtol=1e-6)
         assert not residual.any()
 
 
 @pytest.mark.parametrize("name", ["oktopk", "ternary", "tagc"])
 def test_the_density_goes_down_geometrically(name: str) -> None:
-    """Equal factors apart from DGC's quarter, counted from the end of the dense steps; what is
-    selected follows.
+    """After dense steps, which leave no residual: by equal factors apart from DGC's quarter; what
+    is selected follows, and is reported of all runs.
     """
-    start, warmup = 2, 4
+    start, warmup, sizes = 2, 4, (32_768, 32_768)
     sync: dict[str, Any] = {"theta": 0.99} if name == "tagc" else {"density": 0.01}
     sync |= {"start": start, "warmup": warmup, "start_density": 0.25, "value_dtype": "fp32"}
-    w = sync_world(name, numels=(65_536,), **sync)
+    w = sync_world(name, numels=sizes, chunk=CHUNK, select="run", **sync)
     factors = [0.25 * 0.04 ** (step / warmup) for step in range(warmup)]
     expected = [1.0] * start + factors + [0.01, 0.01]
-    about = 0.3 if name == "oktopk" else 0.02  # within 0.8 and 1.25 k
-    for found in run(w, start + 6):
+    results = run(w, start + 6)
+    for rank, found in enumerate(results):
+        for step in range(start):
+            due = w.own_mean(rank, step)
+            torch.testing.assert_close(found[step].own, due, atol=1e-6, rtol=1e-6)
+            assert not any(part.any() for _, part in found[step].residuals)
         assert [step.report["density_asked"] for step in found] == pytest.approx(expected)
-        assert [step.report["density"] for step in found] == pytest.approx(expected, rel=about)
+        assert [step.report["density"] for step in found] == pytest.approx(expected, rel=0.02)
         falling = found[start : start + warmup + 1]
         assert all(more.sent > less.sent for more, less in pairwise(falling))
+    check_nothing_is_lost(w, results)
 
 
 # -- bytes -----------------------------------------------------------------------------------------
@@ -296,13 +333,11 @@ BYTES: dict[str, Callable[[], World]] = {
         for place, dtype in (("topo", "fp32"), ("data parallel", "bf16"))
     },
     **{
-        f"scape, {setting}": partial(
-            sync_world, "scape", place, machine=emulated(*shape), numels=(40_000,), warmup=0
-        )
-        for setting, (place, shape) in SETTINGS.items()
+        f"scape, {place}": partial(sync_world, "scape", place, numels=(40_000,), warmup=0)
+        for place in MOMENTUM
     },
     "quantized": partial(sync_world, "quantized"),
-    "quantized, fp16": partial(sync_world, "quantized", dtype=torch.float16),
+    "quantized, fp16": partial(sync_world, "quantized", **PRECISIONS[-1]),
 }
 
 

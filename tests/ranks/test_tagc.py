@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from itertools import product
-from math import ceil
 from typing import Any
 
 import pytest
@@ -66,43 +65,6 @@ def test_every_step_is_peeled(
             assert report["density"] == pytest.approx(report["density_asked"], rel=0.01)
 
 
-@pytest.mark.parametrize("each", [True, False])
-@pytest.mark.parametrize("place", HIERARCHY)
-def test_each_parameter_may_have_a_share_of_its_own(place: str, each: bool) -> None:
-    """However small its elements are next to the others', some of them come; by default the largest
-    of all do.
-    """
-    w = tagc((4_000, 4_000), None, place, theta=0.9, select="parameter" if each else "all")
-    results = run(w, 2, lambda rank, step: [w.grads(rank, step)[0], 1e-6 * w.grads(rank, step)[1]])
-    seen = [step for found in results for step in found]
-    assert {bool(step.rows[:, step.rows.shape[1] // 2 :].any()) for step in seen} == {each}
-    width = w.config.plan.shard_numel(4_000)
-    share = ceil(0.1 * width) / width if each else 0.1
-    assert all(step.report["density"] == pytest.approx(share, rel=0.01) for step in seen)
-
-
-@pytest.mark.parametrize("theta", [None, 0.6], ids=["sketch", "plain"])
-@pytest.mark.parametrize("place", ["data parallel", "owned"])
-def test_the_index_is_ored_not_added(place: str, theta: float | None) -> None:
-    """Three ranks select the same elements, with and without neighbours: added up, their bits would
-    carry.
-    """
-    w = tagc((3 * ROW,), 3, place, theta=theta)
-    numbers = torch.arange(3 * ROW)
-    grad = torch.where((numbers % 113 < 4) & (numbers % 1024 < 1000), 1.0 + numbers % 97, 0.0)
-    results = run(w, 1, lambda rank, step: [(rank + 1) * grad])
-    for rank, found in enumerate(results):
-        torch.testing.assert_close(
-            found[0].own, 2 * w.own_columns(rank, [grad]), atol=1e-3, rtol=1e-5
-        )
-        assert (
-            found[0].report["union"]
-            == found[0].report["density"]
-            == grad.count_nonzero() / grad.numel()
-        )
-        assert found[0].report["ratio"] == 4
-
-
 @pytest.mark.parametrize("values", [tagc_mode.PROBE, 3])
 def test_elements_that_peeling_does_not_reach_travel_next_to_the_sketch(
     values: int, monkeypatch: pytest.MonkeyPatch
@@ -129,36 +91,35 @@ def test_elements_that_peeling_does_not_reach_travel_next_to_the_sketch(
         torch.testing.assert_close(found[0].own + residual, due, atol=2e-5, rtol=1e-5)
 
 
-def test_a_warm_up_too_dense_for_a_sketch_is_no_fallback(caplog: pytest.LogCaptureFixture) -> None:
-    """It was asked for: its steps send values without one, and neither are they counted nor is a
-    word said.
-    """
-    w = tagc((2 * ROW,), 2, ratio=10, warmup=2, start_density=0.5)
-    with caplog.at_level(logging.INFO, "zero_topo.sync.tagc"):
-        results = run(w, 3)
-    check(w, results)
-    assert [seen.report["ratio"] for seen in results[0]] == [0, 2, 10]
-    assert (
-        all(seen.report["fallbacks"] == 0 for found in results for seen in found)
-        and not caplog.records
-    )
-
-
-@pytest.mark.parametrize(("theta", "ratio"), [(0.9, 2), (0.95, 4), (0.7, 0)])
+@pytest.mark.parametrize(
+    ("sync", "ratios", "fallbacks", "words"),
+    [
+        ({"theta": 0.9}, [2, 2, 2], [1, 2, 3], "takes 2x"),
+        ({"theta": 0.95}, [4, 4, 4], [1, 2, 3], "takes 4x"),
+        ({"theta": 0.7}, [0, 0, 0], [1, 2, 3], "without a sketch"),
+        ({"warmup": 2, "start_density": 0.5}, [0, 2, 10], [0, 0, 0], ""),
+    ],
+)
 def test_a_union_too_dense_for_the_ratio_falls_back(
-    theta: float, ratio: int, caplog: pytest.LogCaptureFixture
+    sync: dict[str, Any],
+    ratios: list[int],
+    fallbacks: list[int],
+    words: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """To a ratio that holds it or to none; counted each time, said once, and nothing is lost."""
-    w = tagc((2 * ROW,), 2, ratio=10, theta=theta)
+    """To a ratio that holds it or to none; counted each time, said once, and nothing is lost. A
+    warm-up that is too dense was asked for: it is no fallback, and nothing is said.
+    """
+    w = tagc((2 * ROW,), 2, ratio=10, **sync)
     with caplog.at_level(logging.INFO, "zero_topo.sync.tagc"):
         results = run(w, 3)
     check(w, results)
     for found in results:
-        assert [seen.report["fallbacks"] for seen in found] == [1, 2, 3]
-        assert [seen.report["ratio"] for seen in found] == [ratio] * 3
-    (said,) = [record for record in caplog.records if record.name == "zero_topo.sync.tagc"]
-    assert said.threadName == "rank 0"
-    assert (f"takes {ratio}x" if ratio else "without a sketch") in said.getMessage()
+        assert [seen.report["ratio"] for seen in found] == ratios
+        assert [seen.report["fallbacks"] for seen in found] == fallbacks
+    said = [record for record in caplog.records if record.name == "zero_topo.sync.tagc"]
+    assert [record.threadName for record in said] == ["rank 0"] * bool(words)
+    assert all(words in record.getMessage() for record in said)
 
 
 def test_one_crowded_row_makes_all_fall_back() -> None:

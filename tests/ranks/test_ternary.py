@@ -33,15 +33,14 @@ def ternary(row: Tensor, selections: int) -> Tensor:
 @pytest.mark.parametrize(
     ("density", "share"), [(0.05, 1.0), (0.001, 1.0), (0.7, 1.0), (0.05, 0.02), (0.0001, 1.0)]
 )
-@pytest.mark.parametrize("place", ["owned", "data parallel"])
 def test_the_largest_of_each_block_travel_as_signs_of_their_mean(
-    place: str, density: float, share: float
+    density: float, share: float
 ) -> None:
     """Of three ranks' rows but an owner's own, and then of the sums with that; where few elements
     are not zero none of the others moves, nor where a row fills no block.
     """
     peers, numel = 3, 3 * 9000
-    w = sync_world("ternary", place, peers, (numel,), density=density)
+    w = sync_world("ternary", "data parallel", peers, (numel,), density=density)
     selections = TernarySync(density=density).selections
     grads = []
     for rank in range(peers):
@@ -49,28 +48,17 @@ def test_the_largest_of_each_block_travel_as_signs_of_their_mean(
         kept = torch.rand(numel, generator=generator) < share
         grads.append(torch.randn(numel, generator=generator) * kept)
     rows = torch.stack(grads).view(peers, peers, -1) / peers  # by rank and owner
-    sent = [
-        [
-            row if rank == owner else ternary(row, selections)
-            for rank, row in enumerate(rows[:, owner])
-        ]
-        for owner in range(peers)
-    ]
-    sums = [torch.stack(one).sum(dim=0) for one in sent]
-    results = run(w, 1, lambda rank, _: [grads[rank].clone()])
-    for rank, (found,) in enumerate(results):
-        everywhere = place == "data parallel"
-        assert not everywhere or torch.equal(found.rows, results[0][0].rows)
-        for reported, row in zip(
-            found.rows if everywhere else [found.own],
-            sums if everywhere else [sums[rank]],
-            strict=True,
-        ):
-            # what two peers send alone may be equal: which of those goes is open
-            torch.testing.assert_close(
-                reported.abs().sort().values, ternary(row, selections).abs().sort().values
-            )
-            assert not (reported * row < 0).any() and not reported[row == 0].any()
+    ((found,), *_) = run(w, 1, lambda rank, _: [grads[rank].clone()])
+    for owner, reported in enumerate(found.rows):
+        row = rows[owner, owner].clone()
+        for rank in range(peers):
+            if rank != owner:
+                row += ternary(rows[rank, owner], selections)
+        # what two peers send alone may be equal: which of those goes is open
+        torch.testing.assert_close(
+            reported.abs().sort().values, ternary(row, selections).abs().sort().values
+        )
+        assert not (reported * row < 0).any() and not reported[row == 0].any()
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ class Trainer:
         for group, (master, (begin, end)) in enumerate(
             zip(self.masters, self.columns, strict=True)
         ):
-            master.grad = rows[:, begin:end].reshape(-1)
+            master.grad = rows[:, begin:end].reshape(-1).float()
             self.optimizer.param_groups[0] |= {"params": [master], "lr": rate(group)}
             with self.engine.watched(master, begin, rate(group)):
                 self.optimizer.step()

@@ -148,7 +148,8 @@ class World:
 
     def own_mean(self, rank: int, step: int) -> Tensor:
         """A rank's own row of the mean over all ranks' gradients of a step."""
-        return self.own_columns(rank, mean(self.numels, self.size, step))
+        rounded = torch.float32 if self.dtype == torch.float32 else torch.bfloat16
+        return self.own_columns(rank, mean(self.numels, self.size, step, rounded))
 
     @property
     def columns(self) -> int:
@@ -177,10 +178,13 @@ def drawn(numels: tuple[int, ...], seed: int) -> list[Tensor]:
 
 
 @lru_cache(maxsize=16)
-def mean(numels: tuple[int, ...], ranks: int, step: int) -> list[Tensor]:
-    """Of all ranks' whole gradients of a step; not to be written to."""
+def mean(
+    numels: tuple[int, ...], ranks: int, step: int, rounded: torch.dtype = torch.float32
+) -> list[Tensor]:
+    """Of all ranks' whole gradients of a step, of some type; not to be written to."""
     grads = [drawn(numels, 1000 * step + rank) for rank in range(ranks)]
-    return [sum(parts, torch.zeros(())) / ranks for parts in zip(*grads, strict=True)]
+    every = [[part.to(rounded).float() for part in parts] for parts in zip(*grads, strict=True)]
+    return [sum(parts, torch.zeros(())) / ranks for parts in every]
 
 
 def world(
