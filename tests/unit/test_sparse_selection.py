@@ -46,18 +46,6 @@ def non_zero(x: Tensor) -> Selected:
     return Selected(torch.arange(x.numel()), x).non_zero(int(x.count_nonzero()))
 
 
-@given(VECTORS, DTYPES)
-def test_a_message_brings_what_was_selected(x: Tensor, dtype: torch.dtype) -> None:
-    """Indices exactly, values as rounded; a record is an index of 4 bytes and a value, without
-    padding.
-    """
-    selected, records = non_zero(x), Records(dtype, x.numel())
-    message = records.encode(selected)
-    assert message.nbytes == len(selected) * records.nbytes == len(selected) * (4 + dtype.itemsize)
-    came, rounded = records.decode(message), selected.rounded(dtype)
-    assert torch.equal(came.indices, selected.indices) and torch.equal(came.values, rounded.values)
-
-
 @given(NUMELS, DTYPES)
 def test_indices_do_not_wrap(numel: int, dtype: torch.dtype) -> None:
     """Above 2**31 an index of 32 bits has no sign, above 2**32 it has 64 bits: the last elements
@@ -194,22 +182,6 @@ def test_a_gpu_of_many_multiprocessors_gets_masks_of_two_bytes(
 def _room(numel: int) -> tuple[Tensor, Tensor]:
     """Indices and values to be written."""
     return torch.empty(numel, dtype=torch.int64), torch.empty(numel)
-
-
-@given(VECTORS, st.integers(1, 5), st.data())
-def test_the_largest_of_a_row_are_those_of_a_sort(
-    x: Tensor, rows: int, data: st.DataObject
-) -> None:
-    """Of equal magnitudes the first; NaN before all."""
-    table = torch.stack([x.roll(row).round() for row in range(rows)])
-    table[0, 0] = torch.nan
-    k = data.draw(st.integers(1, len(x)))
-    sizes = table.abs().nan_to_num(nan=torch.inf, posinf=3e38)
-    wanted = []
-    for row in sizes.tolist():
-        order = sorted(range(len(x)), key=lambda i: (-row[i], i))
-        wanted.append(sorted(order[:k]))
-    assert ops.row_largest(table, k).tolist() == wanted
 
 
 @given(st.lists(VECTORS, min_size=1, max_size=4), st.data())
