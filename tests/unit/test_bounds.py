@@ -76,10 +76,10 @@ class _Layer(nn.Module):
 
     def __init__(self, hidden: int, ranks: int) -> None:
         super().__init__()
-        self.pairs = nn.ModuleList(
-            nn.ModuleList((nn.Linear(hidden, width), nn.Linear(width, hidden)))
+        self.pairs = [
+            (nn.Linear(hidden, width), nn.Linear(width, hidden))
             for width in (hidden // ranks, 4 * hidden // ranks)
-        )
+        ]
 
     def forward(self, x: Tensor) -> Tensor:
         from deepspeed.module_inject.layers import ColumnParallel, RowParallel

@@ -55,6 +55,7 @@ def test_weights_that_every_rank_stores_are_said_unless_they_are_on_purpose() ->
     assert described(config)["degrees"] == [1, None, 4, 8] and config.secondary_spec is None
     assert reported in config.notes
     assert any(note.startswith("no secondary copy of the weights") for note in config.notes)
-    for block in ({"weights": "rank", "secondary": None}, {}):
+    on_purpose: dict[str, Any] = {"weights": "rank", "secondary": None}
+    for block in (on_purpose, {}):
         quiet = resolve(scheme="topo", **block)
         assert not any("every rank stores all weights" in note for note in quiet.notes)

@@ -15,12 +15,14 @@ import pytest
 
 from tests.commands import Run
 from tests.launching import ROOT
-from tests.plans import resolve
+from tests.plans import TREE, resolve
 from zero_topo import AdamS, AgedAdamW
 from zero_topo.cli.inputs import read_count
 from zero_topo.config import ZeroTopoConfig, deepspeed_problems, load_deepspeed_config
 from zero_topo.config.deepspeed_json import with_environment_block
+from zero_topo.cost.job import deepspeed_settings
 from zero_topo.cost.model_files import load_model
+from zero_topo.cost.rule import before_a_model
 from zero_topo.cost.transformer import Transformer
 from zero_topo.doctor.refusals import deepspeed_refusals
 from zero_topo.launch.env import rank_environment
@@ -41,7 +43,8 @@ NAMES = [f"{kind} {given}"[:70] for kind, given, *_ in CASES]
 
 def written(text: str, name: str) -> str:
     """The name of a file of this text in the current folder."""
-    Path(name).write_text(text)
+    Path(name).parent.mkdir(exist_ok=True)
+    Path(name).write_text(text, "latin-1")
     return name
 
 
@@ -57,6 +60,8 @@ MACHINE = Topology("m", nodes=4, gpus_per_node=3, ranks_per_gpu=2)
 MAKERS: dict[str, Callable[[Any], Any]] = {
     "block": ZeroTopoConfig.parse,
     "resolved": lambda block: resolve(**block),
+    "automatic": lambda block: before_a_model(ZeroTopoConfig.parse(block), TREE),
+    "settings": deepspeed_settings,
     "plan": lambda degrees: Plan(*degrees),
     "degrees": lambda degrees: Plan.build(MACHINE, tuple(degrees)),
     "group": MACHINE.among,

@@ -138,14 +138,3 @@ def test_check_without_a_model_has_no_costs(run: Run, tmp_path: Path) -> None:
     for file in (named, automatic):
         status, out, _ = run("check", file, *DGX)
         assert status == 0 and "--params 13B, or --model NAME" in out and out.endswith("ok\n")
-
-
-def test_check_refuses_what_cannot_fit_and_a_machine_stated_twice(run: Run, tmp_path: Path) -> None:
-    file = config_file(tmp_path, {"scheme": "topo"})
-    status, _, err = run("check", file, "--params", "70B", *DGX)
-    assert status == 2 and "scheme topo leaves" in err and err.count("\n") == 1
-    status, _, err = run("check", config_file(tmp_path, {}), "--params", "900B", *DGX)
-    assert status == 2 and "no plan fits" in err and err.count("\n") == 1
-    named = config_file(tmp_path, {"topology": "dgx-h100"})
-    status, _, err = run("check", named, "--machine", "frontier")
-    assert status == 2 and "the block already names its machine" in err
