@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.commands import Run
+from tests.launching import ROOT
 from zero_topo import doctor
 from zero_topo.doctor import FAIL, OK, WARN, Finding, examine, files, software
 from zero_topo.doctor.refusals import torch_state
@@ -58,19 +59,8 @@ def test_all_is_well_on_a_good_machine() -> None:
     assert len({finding.subject for finding in findings}) == len(findings)
 
 
-KERNELS = "kernels zt_cpu"
-STATES: list[tuple[dict[str, Any], str, str, str]] = [
-    ({"error": "Segmentation fault"}, "torch", FAIL, "Segmentation fault"),
-    ({**REPORTED, "seam": "built for 0.19.8"}, "seam", FAIL, "built for 0.19.8"),
-    ({**REPORTED, "kernels": {"zt_cpu": "not compiled"}}, KERNELS, WARN, "zero-topo build"),
-    ({**REPORTED, "kernels": {"zt_cpu": "no ninja"}}, KERNELS, WARN, "no ninja"),
-    ({**GPU, "kernels": {"zt_gpu": "no hipcc"}}, "kernels zt_gpu", WARN, "no hipcc"),
-]
-RELEASES: list[tuple[dict[str, str], str, str]] = [
-    ({}, "deepspeed", "install"),
-    ({"torch": "2.5.1+cpu", "deepspeed": "0.19.8"}, "torch", "2.6 to 2.15"),
-    ({"torch": "2.13.0", "deepspeed": "0.17.6"}, "deepspeed", "0.18.0 to 0.19.8"),
-]
+TABLE = json.loads((ROOT / "tests/data/doctor.json").read_text())
+"""Reported states of torch that are not well, and releases: the subject, its state, words."""
 
 
 def check_found(subject: str, state: str, words: str) -> None:
@@ -79,19 +69,19 @@ def check_found(subject: str, state: str, words: str) -> None:
     assert found.state == state and words in found.line() and "\n" not in found.line()
 
 
-@pytest.mark.parametrize(("facts", "subject", "state", "words"), STATES)
+@pytest.mark.parametrize(("facts", "subject", "state", "words"), TABLE["states"])
 def test_a_bad_state_of_torch_is_found(
     facts: dict[str, Any], subject: str, state: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "torch_state", lambda: facts)
+    monkeypatch.setattr(doctor, "torch_state", lambda: REPORTED | facts)
     check_found(subject, state, words)
 
 
-@pytest.mark.parametrize(("versions", "subject", "words"), RELEASES)
+@pytest.mark.parametrize(("releases", "subject", "words"), TABLE["releases"])
 def test_other_releases_fail(
-    versions: dict[str, str], subject: str, words: str, monkeypatch: pytest.MonkeyPatch
+    releases: dict[str, str], subject: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(software, "installed", versions.get)
+    monkeypatch.setattr(software, "installed", releases.get)
     check_found(subject, FAIL, words)
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from tests.commands import Run
 from tests.launching import ROOT
+from tests.steps import step, task
 from zero_topo.launch.batch import BatchJob, script
 from zero_topo.launch.machines import LaunchMachine, load_launch_machine, machine_names
 from zero_topo.topology.presets import load_machine, preset_names
@@ -122,17 +123,8 @@ def test_an_environment_is_unpacked_on_each_node(tmp_path: Path, run: Run) -> No
     (tmp_path / "m.json").write_text(
         json.dumps(machine | {"disk": [setting], "disk_job": [constraint]})
     )
-    words = [
-        "launch",
-        "slurm",
-        "--machine",
-        "m.json",
-        "--nodes",
-        "2",
-        "--environment",
-        "env.tar.gz",
-    ]
-    status, text, _ = run(*words, *WHO, "--", *TRAIN)
+    words = "launch slurm --machine m.json --nodes 2 --environment env.tar.gz"
+    status, text, _ = run(*words.split(), *WHO, "--", *TRAIN)
     assert status == 0 and "#SBATCH --constraint=nvme" in text
     program(tmp_path, "sbcast", '[ "$1 $2" = "--force --preserve" ] && cp "$3" "$4"')
     program(tmp_path, "srun", 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"')
@@ -145,16 +137,6 @@ def test_an_environment_is_unpacked_on_each_node(tmp_path: Path, run: Run) -> No
     # The build, and the ranks
     assert done.stdout.splitlines() == [f"python of {where}"] * 2, done.stderr
     assert (where / "mended").exists() and not list(disk.glob("*.tar"))
-
-
-def test_frontiers_environment_goes_to_its_nvme(run: Run) -> None:
-    """As OLCF asks for at scale; a machine that names no disk of its nodes refuses the option."""
-    words = [*WHO, "--environment", "env.tar.gz", "--", "true"]
-    _, text, _ = run("launch", "slurm", "--machine", "frontier", *words)
-    assert "#SBATCH --constraint=nvme" in text and 'export NODE_DISK="/mnt/bb/$USER"' in text
-    assert 'sbcast --force --preserve env.tar.gz "$environment.tar"' in text
-    status, _, err = run("launch", "slurm", "--machine", "perlmutter", *words)
-    assert status == 2 and "a disk of each node, which Slurm on perlmutter lacks" in err
 
 
 def test_every_preset_can_be_launched_on() -> None:
@@ -173,29 +155,18 @@ def test_every_preset_can_be_launched_on() -> None:
         )
 
 
-SCRIPTS = {
-    "flux": (
-        "--machine el-capitan --nodes 2 --account lab --partition pbatch --time 26:30:00",
-        "# flux: --nodes=2;# flux: --bank=lab;# flux: --queue=pbatch;# flux: --time-limit=95400s;"
-        "# flux: --exclusive;  --tasks-per-node=4;  -ogpu-affinity=off;"
-        "MASTER_ADDR=$(flux hostlist --nth=0 local)",
-    ),
-    "pbs": (
-        "--machine aurora --nodes 2 --account lab --partition debug --time 0:30:00",
-        "#PBS -A lab;#PBS -q debug;#PBS -l walltime=0:30:00;#PBS -l select=2;#PBS -lplace=scatter;"
-        '  -n 24;  --ppn 12;MASTER_ADDR="$HOSTNAME.hsn.cm.aurora.alcf.anl.gov"',
-    ),
-}
+SCRIPTS = json.loads((DATA / "schedulers.json").read_text())
+"""Options, and lines of the script that they make."""
 
 
 @pytest.mark.parametrize("scheduler", SCRIPTS)
 def test_other_schedulers_have_their_own_directives(scheduler: str, run: Run) -> None:
     """Time limit, ranks of a node and host of rank 0 as each has them; every rank sees all GPUs."""
-    words, wanted = SCRIPTS[scheduler]
-    status, out, _ = run("launch", scheduler, *words.split(), "--", *TRAIN)
+    row = SCRIPTS[scheduler]
+    status, out, _ = run("launch", scheduler, *row["options"].split(), "--", *TRAIN)
     assert status == 0 and out.endswith(f"  {' '.join(TRAIN)}\n")
     lines = {line.removesuffix(" \\").removeprefix("export ") for line in out.splitlines()}
-    assert not set(wanted.split(";")) - lines
+    assert not {*row["lines"]} - lines
 
 
 @pytest.mark.parametrize("name", ["frontier", "lumi-g"])
@@ -212,45 +183,27 @@ def test_amd_ranks_get_the_cores_next_to_their_gcd(name: str) -> None:
 
 def test_options_after_the_program_are_the_programs(run: Run) -> None:
     """Also without the two dashes before it, as srun takes them."""
-    _, out, _ = run(
-        *[
-            "launch",
-            "slurm",
-            "--machine",
-            "dgx-h100",
-            "python",
-            "train.py",
-            "--lr",
-            "3",
-            "--nodes",
-            "2",
-        ]
-    )
+    words = "launch slurm --machine dgx-h100 python train.py --lr 3 --nodes 2"
+    _, out, _ = run(*words.split())
     assert "#SBATCH --nodes=1" in out and out.endswith("  python train.py --lr 3 --nodes 2\n")
 
 
-STEP = {
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NUM_TASKS": "2",
-    "SLURM_STEP_NODELIST": "n[01-02]",
-    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
-    "SLURM_PROCID": "1",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "1",
-    "SLURM_JOB_ID": "7",
-}
+STEP = step(2, 1, SLURM_JOB_ID="7") | task([0, 1], 1)
+STEPS = [("frontier", {}), ("frontier", STEP), ("generic", {})]
 
 
-@pytest.mark.parametrize(("name", "step"), [("frontier", {}), ("frontier", STEP), ("generic", {})])
+@pytest.mark.parametrize(
+    ("name", "of_slurm"), [("frontier", {}), ("frontier", STEP), ("generic", {})]
+)
 def test_a_shell_takes_a_machines_variables(
-    name: str, step: dict[str, str], run: Run, monkeypatch: pytest.MonkeyPatch
+    name: str, of_slurm: dict[str, str], run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that the user has set stay; where a Slurm job's nodes are known, so is where its ranks
     meet.
     """
     machine = load_launch_machine(name)
     wanted = {setting.name for setting in (*machine.variables, *machine.doctors)}
-    for variable, value in {**dict.fromkeys(wanted, ""), **step}.items():
+    for variable, value in {**dict.fromkeys(wanted, ""), **of_slurm}.items():
         monkeypatch.setenv(variable, value) if value else monkeypatch.delenv(
             variable, raising=False
         )
@@ -265,5 +218,5 @@ def test_a_shell_takes_a_machines_variables(
     seen = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
     assert wanted <= set(seen) and (not wanted or seen[min(wanted)] == "mine")
     assert (seen.get("MASTER_ADDR"), seen.get("MASTER_PORT")) == (
-        ("n01", "3442") if step else (None, None)
+        ("n0", "3442") if of_slurm else (None, None)
     )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -34,33 +35,18 @@ def tasks(nodes: int, per_node: int, plane: int | None) -> list[dict[str, str]]:
     return [env | task(dealt, rank) for rank in range(len(dealt))]
 
 
-@pytest.mark.parametrize(
-    ("name", "rank", "world_size", "local_rank", "on_node"),
-    [
-        ("openmpi", 6, 8, 2, 4),
-        ("mvapich", 1, 4, 1, 2),
-        ("mpich_hydra", 3, 4, 1, 2),
-        ("mpich_pals", 13, 24, 1, 12),
-        ("flux", 5, 8, 1, None),
-        ("slurm_frontier_cyclic", 7, 24, 2, 8),
-        ("torchrun", 2, 4, 2, 4),
-        ("deepspeed", 9, 16, 1, None),
-        ("deepspeed_mpich", 3, 4, 1, None),
-        ("openmpi_torchrun", 3, 4, 1, 2),
-        ("slurm_torchrun", 5, 8, 1, 4),
-        ("slurm_batch_deepspeed", 5, 8, 5, None),
-    ],
-)
-def test_each_launchers_numbers_are_read(
-    name: str, rank: int, world_size: int, local_rank: int, on_node: int | None
-) -> None:
+RANKS = json.loads((SAMPLES / "ranks.json").read_text())
+"""Launcher -> the rank, ranks, the rank on its node and ranks on it, where they are known."""
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_each_launchers_numbers_are_read(name: str) -> None:
     """Of launchers inside launchers, those of the closest; a second worker changes nothing."""
     env = {"MASTER_ADDR": "head"} | sample(name)
     added = rank_environment(env)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     found = [added.get(name) for name in names]
-    expected = [rank, world_size, local_rank, on_node]
-    assert found == [None if number is None else str(number) for number in expected]
+    assert found == [None if number is None else str(number) for number in RANKS[name]]
     assert added["MASTER_ADDR"] == env["MASTER_ADDR"]
     assert rank_environment(env | added) == added
 

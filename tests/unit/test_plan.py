@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_topo.plan import PHASES, Plan, coded_params, divisors, packed_runs
+from zero_topo.plan import Plan, coded_params, divisors, packed_runs
 from zero_topo.topology.model import Topology
 
 
@@ -80,13 +79,6 @@ def test_two_groups_go_through_the_node() -> None:
         [(3, 8)],
         [(1, 8)],
     ]
-
-
-@pytest.mark.parametrize(("weights", "secondary", "copy"), [(2, 4, 4), (2, None, 2), (1, 4, 1)])
-def test_each_phase_takes_its_group(weights: int, secondary: int | None, copy: int) -> None:
-    """Backward gathers from the secondary copy, if there is one of weights that are cut at all."""
-    groups = [(1, weights), (1, copy), (1, weights), (1, 8), (8, 32), (1, 16), (weights, 16)]
-    assert [Plan(32, weights, secondary, 8, 16).pair_of(phase) for phase in PHASES] == groups
 
 
 @given(st.lists(st.integers(0, 9), max_size=12), st.none() | st.integers(1, 12))

@@ -103,21 +103,35 @@ def test_check_and_plan_agree(block: dict[str, Any], tensor: int, run: Run, tmp_
     assert found["plan"]["world_size"] == 32 // tensor
 
 
-def test_check_counts_what_the_config_says(run: Run, tmp_path: Path) -> None:
-    """Micro-batches of four sequences, FP32 weights, small buckets, an optimizer on the host."""
-    zero = {"stage": 3, "reduce_bucket_size": 10**6, "offload_optimizer": {"device": "cpu"}}
-    file = config_file(
-        tmp_path,
-        {"scheme": "zero3"},
-        train_micro_batch_size_per_gpu=4,
-        bf16={"enabled": False},
-        zero_optimization=zero,
-    )
+HOST = {"stage": 3, "reduce_bucket_size": 10**6, "offload_optimizer": {"device": "cpu"}}
+MUON = {"type": "Muon", "params": {"lr": 1e-3}}
+COUNTED: list[tuple[dict[str, Any], Job]] = [
+    (
+        {
+            "train_micro_batch_size_per_gpu": 4,
+            "bf16": {"enabled": False},
+            "zero_optimization": HOST,
+        },
+        Job(scaled(10**9), 4, itemsize=4, bucket=10**6, offload=True),
+    ),
+    (
+        {"gradient_accumulation_steps": 8, "optimizer": MUON},
+        Job(scaled(10**9), micro_batches=8, muon=True),
+    ),
+]
+
+
+@pytest.mark.parametrize(("keys", "job"), COUNTED, ids=["FP32 on the host", "Muon"])
+def test_check_counts_what_the_config_says(
+    keys: dict[str, Any], job: Job, run: Run, tmp_path: Path
+) -> None:
+    """Sequences, FP32 weights, small buckets, an optimizer on the host; Muon."""
+    file = config_file(tmp_path, {"scheme": "zero3"}, **keys)
     found = printed(run, "check", file, "--params", "1B", *DGX)["cost"]
-    job = Job(scaled(10**9), 4, itemsize=4, bucket=10**6, offload=True)
     machine = load_preset("dgx-h100", 32)
-    assert found["memory"] == cost_of(resolve(machine, scheme="zero3"), job, machine).memory
-    assert found["memory"]["optimizer"] == 0
+    cost = cost_of(resolve(machine, scheme="zero3"), job, machine)
+    assert (found["memory"], found["sent_by_domain"]) == (cost.memory, cost.sent_by_domain)
+    assert bool(found["memory"]["optimizer"]) != job.offload
     short = printed(run, "check", file, "--params", "1B", *DGX, "--seq", "512")["cost"]
     activations = [cost["memory"]["activations"] for cost in (found, short)]
     assert activations[1] == pytest.approx(activations[0] / 4, rel=1e-3)

@@ -22,7 +22,6 @@ from zero_topo.observe.runlog import (
     log_evaluation,
     log_step,
     read_metrics,
-    read_report,
 )
 from zero_topo.observe.tables import render
 from zero_topo.topology.presets import emulated
@@ -140,22 +139,11 @@ def test_log_keeps_steps_and_evaluations_in_order(folder: Path) -> None:
     log_step(None, 1, 1.0, 1.0, 1.0)
 
 
-@pytest.mark.parametrize("read", [read_metrics, read_report, render])
-def test_folders_that_are_no_runs_are_named(tmp_path: Path, read: Any) -> None:
-    with pytest.raises(ValueError, match=str(tmp_path)):
-        read(tmp_path)
-
-
-def test_damaged_files_are_named(tmp_path: Path) -> None:
-    """A cut line and a report of another version are errors with the place, not a traceback of
-    json.
-    """
+def test_a_damaged_log_is_named(tmp_path: Path) -> None:
+    """A cut line is an error with the place, not a traceback of json."""
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "eval_loss": NaN}\n{"ste')
-    with pytest.raises(ValueError, match=r"line 2: "):
+    with pytest.raises(ValueError, match=r"metrics.*line 2: "):
         read_metrics(tmp_path)
-    (tmp_path / "report.json").write_text('{"format": 99}')
-    with pytest.raises(ValueError, match="format 99"):
-        read_report(tmp_path)
 
 
 # -- the page --------------------------------------------------------------------------------------
@@ -208,16 +196,6 @@ def test_the_page_has_the_runs_numbers_and_nothing_in_it_acts(
     status, out, _ = run("report", str(folder))
     assert status == 0 and f"Written: {folder / 'report.html'}" in out
     assert (folder / "report.html").read_text() == text
-
-
-@pytest.mark.parametrize("part", ["title", "zero_topo"])
-def test_a_report_that_lacks_a_part_is_one_line(folder: Path, run: Run, part: str) -> None:
-    """Somebody wrote another report.json: the line has the file and the part."""
-    report = reported(folder)
-    del report[part]
-    (folder / "report.json").write_text(json.dumps(report))
-    status, _, said = run("report", str(folder))
-    assert status == 2 and len(said.splitlines()) == 1 and f"report.json lacks '{part}'" in said
 
 
 def test_a_folder_that_may_not_be_written_to_still_prints(

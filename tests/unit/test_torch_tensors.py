@@ -12,31 +12,11 @@ import pytest
 
 from tests.house import sources
 
-FACTORIES = {
-    *(
-        "arange",
-        "asarray",
-        "as_tensor",
-        "empty",
-        "empty_permuted",
-        "empty_strided",
-        "eye",
-        "full",
-        "linspace",
-    ),
-    *(
-        "logspace",
-        "ones",
-        "rand",
-        "randint",
-        "randn",
-        "randperm",
-        "range",
-        "scalar_tensor",
-        "tensor",
-        "zeros",
-    ),
-}
+NAMES = (
+    "arange asarray as_tensor empty empty_permuted empty_strided eye full linspace logspace ones "
+    "rand randint randn randperm range scalar_tensor tensor zeros"
+)
+FACTORIES = set(NAMES.split())
 """Functions of torch whose result has the default dtype or the default device unless the call names
 them.
 """
