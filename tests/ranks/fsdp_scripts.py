@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from tests.harness import run_threads
 
 EXACT: dict[str, Any] = {"scheme": "topo", "quantize": {"weights": None, "gradients": None}}
 NET_WIDTH = 16
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Block(nn.Module):
@@ -66,13 +68,14 @@ class Net(nn.Module):
         return self.out(x)
 
 
-def net(seed: int = 1, dtype: torch.dtype = torch.float32, model: nn.Module | None = None) -> Any:
+def net(seed: int = 1, dtype: torch.dtype | None = None, model: nn.Module | None = None) -> Any:
     """A model with the same weights on all ranks."""
     model = (model or Net()).to(dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for param in model.parameters():
-            param.copy_(0.3 * torch.randn(param.shape, generator=generator))
+            if param.is_floating_point():
+                param.copy_(0.3 * torch.randn(param.shape, generator=generator))
     return model
 
 
@@ -83,26 +86,37 @@ def machine(block: Mapping[str, Any] = EXACT) -> dict[str, Any]:
     return {"topology": {"emulated": nodes}, **block}
 
 
-def shard_plainly(model: Any) -> Any:
-    """Shard a model by plain FSDP2 over all ranks."""
+def shard_plainly(model: Any, modules: Any = None, **options: Any) -> Any:
+    """Shard a model, and some of its modules, by plain FSDP2 over all ranks."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    for module in model.blocks if modules is None else modules:
+        fully_shard(module, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
 
 
 def make(
     block: Mapping[str, Any] | None,
     kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
     lr: float = 1e-2,
+    modules: Callable[[Any], Any] = lambda model: None,
+    options: Mapping[str, Any] = NOTHING,
     **how: Any,
 ) -> tuple[Any, Any]:
-    """A sharded model and its optimizer: plain FSDP2 without a block."""
+    """A sharded model and its optimizer: plain FSDP2 without a block.
+
+    Args:
+        block: ours.
+        kind: of the optimizer.
+        lr: learning rate.
+        modules: which modules of a model are sharded; None leaves the choice to ours.
+        options: of ``fully_shard``.
+        how: the model's weights are made.
+    """
     model = net(**how)
     if block is not None:
-        topo.fully_shard(model, machine(block))
+        topo.fully_shard(model, machine(block), modules=modules(model), **options)
         return model, topo.shard_optimizer(kind, model, lr=lr)
-    shard_plainly(model)
+    shard_plainly(model, modules(model), **options)
     trained = [param for param in model.parameters() if param.requires_grad]
     return model, kind(trained, lr=lr)
 

@@ -9,7 +9,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,22 +18,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import zero_topo.fsdp as topo
 from tests.harness import run_threads
 from tests.launching import ROOT
-from tests.marks import late, often
+from tests.marks import often
 from tests.ranks.fsdp_scripts import (
-    NET_WIDTH,
     Net,
-    loss_of,
-    machine,
     make,
-    net,
     train,
     weights_of,
     whole,
@@ -52,54 +45,6 @@ PUBLISHED: dict[str, Any] = {**EXACT, "quantize": {**EXACT["quantize"], "publish
 DIRECT: dict[str, Any] = {**EXACT, "sync": {"reduce": "reduce_scatter"}}
 FEEDBACK: dict[str, Any] = {**EXACT, "sync": {"mode": "quantized"}}
 STEPS = 4
-
-
-class Llama(nn.Module):
-    """Hugging Face's Llama of two layers, whose embedding no pass uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        transformers = pytest.importorskip("transformers")
-        config = transformers.LlamaConfig(
-            vocab_size=NET_WIDTH,
-            hidden_size=NET_WIDTH,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            max_position_embeddings=16,
-        )
-        self.llama = transformers.LlamaForCausalLM(config)
-
-    @property
-    def blocks(self) -> Any:
-        """Its layers."""
-        return self.llama.model.layers
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.llama(inputs_embeds=x[None], use_cache=False).logits[0]
-
-
-def compiled() -> nn.Module:
-    """The small model with compiled blocks."""
-    model = Net()
-    for block in model.blocks:
-        block.compile(backend="aot_eager")
-    return model
-
-
-def trained(rank: int, build: Callable[[], nn.Module], block: Any) -> tuple[Any, list[Tensor]]:
-    """Losses and weights of two micro-batches a step."""
-    model, optimizer = make(block, model=build())
-    losses = train(model, optimizer, range(3), 2, "set_is_last_backward")
-    return losses, weights_of(model)
-
-
-@pytest.mark.parametrize("build", [late(Llama), late(compiled)])
-def test_a_training_equals_plain_fsdp2(build: Callable[[], nn.Module]) -> None:
-    """Of a model of Hugging Face, of compiled blocks."""
-    build()  # imports, which no rank waits for
-    found, expected = (run_threads(4, trained, build, block)[0] for block in (EXACT, None))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
 # -- formats and modes -----------------------------------------------------------------------------
@@ -342,70 +287,6 @@ def test_schemes_are_what_fsdp2_has_of_them() -> None:
             None,
             None,
         )
-
-
-def refused(rank: int, which: str) -> str:
-    """What a rank reads."""
-    block = machine(EXACT)
-    model: Any = net()
-    with pytest.raises((ValueError, RuntimeError)) as error:
-        if which == "not sharded":
-            topo.attach(model, block)
-        elif which == "wrong mesh":
-            fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
-            topo.attach(model, block)
-        elif which == "replicas":
-            fully_shard(
-                model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-            )
-            topo.attach(model, block)
-        elif which == "mesh":
-            topo.fully_shard(model, block, mesh=init_device_mesh("cpu", (4,)))
-        elif which == "not attached":
-            topo.shard_optimizer(torch.optim.AdamW, model)
-        elif which == "no optimizer":
-            topo.fully_shard(model, block)
-            loss_of(model, 0).backward()
-        elif which == "meta":
-            with torch.device("meta"):
-                model = Net()
-            topo.shard_optimizer(torch.optim.AdamW, topo.fully_shard(model, block))
-        elif which == "foreign":
-            topo.fully_shard(model, block)
-            topo.shard_optimizer(torch.optim.AdamW, model, net().parameters())
-        elif which == "muon":
-            model.requires_grad_(False)
-            model.out.weight.requires_grad_(True)
-            topo.fully_shard(model, block)
-            topo.shard_optimizer(torch.optim.Muon, model, [model.out.weight])
-        elif which == "a part":
-            topo.fully_shard(model, block)
-            topo.shard_optimizer(torch.optim.AdamW, model, [model.out.weight])
-        elif which == "twice":
-            topo.attach(topo.fully_shard(model, block), block)
-    return str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("which", "words"),
-    {
-        "not sharded": "Net is not sharded: call torch's fully_shard",
-        "wrong mesh": "share weights; shard over shard_mesh",
-        "replicas": "without replicas",
-        "mesh": "leave it out",
-        "not attached": "is not attached",
-        "no optimizer": "build the optimizer by shard_optimizer first",
-        "meta": "call model.to_empty",
-        "foreign": "are not the model's",
-        "muon": "2D",
-        "a part": "freeze it by requires_grad_(False)",
-        "twice": "attach a model once",
-    }.items(),
-)
-def test_mistakes_are_refused_in_a_line(which: str, words: str) -> None:
-    """On every rank, with what to do."""
-    for line in run_threads(4, refused, which):
-        assert words in line and "\n" not in line
 
 
 WITHOUT = """

@@ -248,31 +248,3 @@ def sharded_before(rank: int) -> list[Tensor]:
 def test_a_block_that_is_sharded_stays_as_it_is() -> None:
     expected = run_threads(4, train, Net, ())[0][1]
     assert_equal(run_threads(4, sharded_before)[0], expected)
-
-
-def refused(rank: int, which: str) -> str:
-    model: Any = MODELS["pyramid"][0]()
-    modules: Any = None
-    if which == "foreign":
-        modules = [Block()]
-    elif which == "container":
-        model = model.blocks
-    else:
-        fully_shard(model, mesh=topo.shard_mesh(machine()))
-    with pytest.raises(ValueError) as error:
-        topo.fully_shard(model, machine(), modules=modules)
-    return str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("which", "words"),
-    [
-        ("foreign", "modules: Block is not in the model"),
-        ("container", "ModuleList has no forward"),
-        ("sharded", "is sharded already; call attach"),
-    ],
-)
-def test_what_cannot_be_sharded_is_refused_in_a_line(which: str, words: str) -> None:
-    """A module of another model, a list of models, a model that is sharded."""
-    for line in run_threads(4, refused, which):
-        assert words in line and "\n" not in line

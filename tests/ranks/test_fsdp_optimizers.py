@@ -22,47 +22,11 @@ from tests.harness import run_threads
 from tests.ranks.fsdp_scripts import loss_of, machine, net, weights_of
 
 
-class Own(torch.optim.Optimizer):
-    """An optimizer of the user's, by a function that updates one parameter of a group."""
-
-    def __init__(self, params: Any, lr: Any = 1e-2, **settings: Any) -> None:
-        super().__init__(params, {"lr": lr, **settings})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self.update(param, param.grad, group, float(group["lr"]))
-
-    def update(self, param: Tensor, grad: Tensor, group: Any, rate: float) -> None:
-        raise NotImplementedError
-
-
-class Lamb(Own):
-    """Adam's first step with a trust ratio."""
-
-    def update(self, param: Tensor, grad: Tensor, group: Any, rate: float) -> None:
-        direction = grad / (grad.abs() + 1e-6)
-        param.add_(direction, alpha=-rate * float(param.norm() / direction.norm()))
-
-
-class NeedsClosure(Own):
-    """SGD that evaluates the loss in its step, and returns it."""
-
-    @torch.no_grad()
-    def step(self, closure: Any) -> Any:  # type: ignore[override]
-        with torch.enable_grad():
-            loss = closure()
-        super().step()
-        return loss
-
-    def update(self, param: Tensor, grad: Tensor, group: Any, rate: float) -> None:
-        param.add_(grad, alpha=-rate)
-
-
-class Extragradient(Own):
+class Extragradient(torch.optim.Optimizer):
     """Evaluates the gradient again after a first step, and takes the second from there back."""
+
+    def __init__(self, params: Any, lr: Any = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Any) -> Any:  # type: ignore[override]
@@ -112,21 +76,6 @@ class ScheduleFree(torch.optim.Optimizer):
                 param.add_(param.grad, alpha=rate)
                 z.sub_(param.grad, alpha=group["lr"])
             group["k"] += 1
-
-
-def refused(rank: int) -> list[str]:
-    model = topo.fully_shard(net(), machine())
-    lines = []
-    for kind in (Lamb, torch.optim.Adafactor, torch.optim.LBFGS):
-        with pytest.raises(ValueError) as error:
-            topo.shard_optimizer(kind, model, lr=1e-3)
-        lines.append(str(error.value))
-    return lines
-
-
-def test_all_ranks_refuse_alike() -> None:
-    first, *others = run_threads(4, refused)
-    assert others == 3 * [first] and all("pass elementwise=True" in line for line in first)
 
 
 Loop = Callable[[Any, Any, Callable[[int], Tensor]], list[Any]]
@@ -181,9 +130,9 @@ def by_closure(model: Any, optimizer: Any, loss_of: Any) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("kind", [NeedsClosure, Extragradient, partial(torch.optim.SGD)])
+@pytest.mark.parametrize("kind", [Extragradient, torch.optim.SGD])
 def test_the_closure_reaches_the_optimizer(kind: Any) -> None:
-    """One that needs it, one that evaluates twice with other weights, one that may have it."""
+    """One that evaluates twice with other weights, one that may have it."""
     assert_as_fsdp2(kind, {"lr": 0.1}, by_closure)
 
 

@@ -24,7 +24,17 @@ from torch.distributed.tensor import Shard
 import zero_topo.fsdp as topo
 from tests.harness import run_threads
 from tests.marks import late, often
-from tests.ranks.fsdp_scripts import EXACT, both, machine, make, net, shard_plainly, train
+from tests.ranks.fsdp_scripts import (
+    EXACT,
+    Block,
+    both,
+    loss_of,
+    machine,
+    make,
+    net,
+    shard_plainly,
+    train,
+)
 from zero_topo.fsdp.block import resolve
 from zero_topo.fsdp.settings import REFUSED
 
@@ -173,21 +183,6 @@ def test_refused_methods_say_what_to_do() -> None:
             assert line == f"{name}: {REFUSED[name]}" and "\n" not in line
 
 
-def hooked(rank: int) -> str:
-    """A hook that was set before ``attach``."""
-    model = net()
-    fully_shard(model, mesh=topo.shard_mesh(machine()))
-    model.set_all_reduce_hook(print)
-    with pytest.raises(ValueError) as error:
-        topo.attach(model, machine())
-    return str(error.value)
-
-
-def test_a_hook_that_was_set_before_is_refused() -> None:
-    """It would see sums of one node."""
-    assert all(line.startswith("set_all_reduce_hook: ") for line in run_threads(4, hooked))
-
-
 # -- parameters of fully_shard ---------------------------------------------------------------------
 
 OPTIONS: dict[str, Any] = {
@@ -197,33 +192,20 @@ OPTIONS: dict[str, Any] = {
     "ignored_params": set(),
     "shard_placement_fn": lambda param: None,
 }
-REFUSED_OPTIONS: dict[str, tuple[Any, str]] = {
-    "mesh": (None, "leave it out"),
-    "dp_mesh_dims": (None, "leave it out"),
-    "offload_policy": (CPUOffloadPolicy(), "offload_policy: "),
-    "shard_placement_fn": (lambda param: Shard(param.dim() - 1), "need Shard(0)"),
-    "ignored_params": (None, "give it an optimizer of its own"),
-    "module": (None, "pass modules=[[norm"),
-}
+REFUSED_OPTIONS = {"mesh", "dp_mesh_dims", "module"}
+"""Parameters of which no value is taken, or not each."""
 
 
 def test_every_parameter_is_honoured_or_refused() -> None:
     """A parameter that a new torch adds is in neither table, and fails here."""
     assert set(inspect.signature(fully_shard).parameters) == {*OPTIONS, *REFUSED_OPTIONS}
+    assert MISTAKES.keys() > REFUSED_OPTIONS
 
 
 def with_option(block: Mapping[str, Any] | None, name: str) -> list[float]:
     """Losses of a model that was sharded with an option."""
-    model = net()
-    options = {name: OPTIONS[name]}
-    if block is not None:
-        topo.fully_shard(model, machine(block), **options)
-        return train(model, topo.shard_optimizer(torch.optim.SGD, model, lr=1e-2), range(2))
-    mesh = init_device_mesh("cpu", (4,))
-    for inner in model.blocks:
-        fully_shard(inner, mesh=mesh, **options)
-    fully_shard(model, mesh=mesh, **options)
-    return train(model, torch.optim.SGD(model.parameters(), lr=1e-2), range(2))
+    model, optimizer = make(block, torch.optim.SGD, options={name: OPTIONS[name]})
+    return train(model, optimizer, range(2))
 
 
 @pytest.mark.parametrize("name", often(("reshard_after_forward",), OPTIONS))
@@ -233,26 +215,119 @@ def test_options_are_those_of_fsdp2(name: str) -> None:
     assert found == pytest.approx(expected, abs=1e-6)
 
 
-def refused_option(rank: int, name: str) -> str:
-    """What is said of an option."""
-    model = net()
-    option = REFUSED_OPTIONS[name][0]
-    with pytest.raises(ValueError) as error:
-        if name == "module":
-            topo.fully_shard(list(model.blocks), machine())  # type: ignore[arg-type]
-        elif name == "ignored_params":
-            topo.fully_shard(model, machine(), ignored_params={model.inp.weight})
-            topo.shard_optimizer(torch.optim.SGD, model)
-        else:
-            topo.fully_shard(model, machine(), **{name: option})
+# -- mistakes --------------------------------------------------------------------------------------
+
+SHARD = topo.fully_shard
+ADAMW = torch.optim.AdamW
+
+
+def with_replicas(model: Any, block: Any) -> None:
+    """A mesh of two dimensions."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    topo.attach(fully_shard(model, mesh=mesh), block)
+
+
+def by_muon(model: Any, block: Any) -> None:
+    """An optimizer of matrices."""
+    model.requires_grad_(False)
+    model.out.weight.requires_grad_(True)
+    topo.shard_optimizer(torch.optim.Muon, SHARD(model, block), [model.out.weight])
+
+
+def with_a_hook(model: Any, block: Any) -> None:
+    """A hook that would see sums of one node."""
+    fully_shard(model, mesh=topo.shard_mesh(block))
+    model.set_all_reduce_hook(print)
+    topo.attach(model, block)
+
+
+def in_columns(param: Any) -> Shard:
+    """Not by rows."""
+    return Shard(param.dim() - 1)
+
+
+def ignoring(model: Any, block: Any) -> None:
+    """A parameter that is not sharded, and trained."""
+    SHARD(model, block, ignored_params={model.inp.weight})
+    topo.shard_optimizer(ADAMW, model)
+
+
+def optimized_by(kind: Any) -> Callable[[Any, Any], Any]:
+    """An optimizer that is not known to update each element by itself."""
+    return lambda model, block: topo.shard_optimizer(kind, SHARD(model, block), lr=1e-3)
+
+
+class Unknown(torch.optim.SGD):
+    """A user's own."""
+
+
+MISTAKES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "not sharded": (topo.attach, "Net is not sharded: call torch's fully_shard"),
+    "wrong mesh": (
+        lambda model, block: topo.attach(shard_plainly(model), block),
+        "share weights; shard over shard_mesh",
+    ),
+    "replicas": (with_replicas, "without replicas"),
+    "twice": (lambda model, block: topo.attach(SHARD(model, block), block), "attach a model once"),
+    "sharded": (
+        lambda model, block: SHARD(fully_shard(model, mesh=topo.shard_mesh(block)), block),
+        "is sharded already; call attach",
+    ),
+    "a hook before": (with_a_hook, "set_all_reduce_hook: "),
+    "mesh": (lambda model, block: SHARD(model, block, mesh=None), "leave it out"),
+    "dp_mesh_dims": (lambda model, block: SHARD(model, block, dp_mesh_dims=None), "leave it out"),
+    "offload": (
+        lambda model, block: SHARD(model, block, offload_policy=CPUOffloadPolicy()),
+        "offload_policy: ",
+    ),
+    "columns": (
+        lambda model, block: SHARD(model, block, shard_placement_fn=in_columns),
+        "need Shard(0)",
+    ),
+    "module": (lambda model, block: SHARD([*model.blocks], block), "pass modules=[[norm"),
+    "a container": (lambda model, block: SHARD(model.blocks, block), "ModuleList has no forward"),
+    "a foreign module": (
+        lambda model, block: SHARD(model, block, modules=[Block()]),
+        "modules: Block is not in the model",
+    ),
+    "not attached": (lambda model, block: topo.shard_optimizer(ADAMW, model), "is not attached"),
+    "no optimizer": (
+        lambda model, block: loss_of(SHARD(model, block), 0).backward(),
+        "build the optimizer by shard_optimizer first",
+    ),
+    "meta": (
+        lambda model, block: topo.shard_optimizer(ADAMW, SHARD(model.to("meta"), block)),
+        "call model.to_empty",
+    ),
+    "foreign parameters": (
+        lambda model, block: topo.shard_optimizer(ADAMW, SHARD(model, block), net().parameters()),
+        "are not the model's",
+    ),
+    "a part": (
+        lambda model, block: topo.shard_optimizer(ADAMW, SHARD(model, block), [model.out.weight]),
+        "freeze it by requires_grad_(False)",
+    ),
+    "ignored": (ignoring, "give it an optimizer of its own"),
+    "muon": (by_muon, "2D"),
+    "an unknown optimizer": (optimized_by(Unknown), "pass elementwise=True"),
+    "norms of rows": (optimized_by(torch.optim.Adafactor), "pass elementwise=True"),
+    "all parameters at once": (optimized_by(torch.optim.LBFGS), "pass elementwise=True"),
+}
+"""Calls with a model and a block, and what every rank reads."""
+
+
+def refused(rank: int, name: str) -> str:
+    """What a rank reads."""
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        MISTAKES[name][0](net(), machine())
     return str(error.value)
 
 
-@pytest.mark.parametrize("name", REFUSED_OPTIONS)
-def test_refused_options_say_what_to_do(name: str) -> None:
-    """In one line, on every rank."""
-    for line in run_threads(4, refused_option, name):
-        assert REFUSED_OPTIONS[name][1] in line and "\n" not in line
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_refused_in_a_line(name: str) -> None:
+    """On every rank, with what to do."""
+    for line in run_threads(4, refused, name):
+        assert MISTAKES[name][1] in line and "\n" not in line
 
 
 def test_the_earlier_name_of_int4_publish_means_the_same() -> None:
