@@ -9,16 +9,12 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import zero_topo.fsdp as topo
 from tests.harness import run_threads
@@ -29,7 +25,6 @@ from tests.ranks.fsdp_scripts import (
     make,
     train,
     weights_of,
-    whole,
 )
 from tests.ranks.worlds import SPARSE
 from zero_topo import AdamS
@@ -43,7 +38,6 @@ Q4: dict[str, Any] = {
 }
 PUBLISHED: dict[str, Any] = {**EXACT, "quantize": {**EXACT["quantize"], "publish": "int4"}}
 DIRECT: dict[str, Any] = {**EXACT, "sync": {"reduce": "reduce_scatter"}}
-FEEDBACK: dict[str, Any] = {**EXACT, "sync": {"mode": "quantized"}}
 STEPS = 4
 
 
@@ -166,56 +160,6 @@ def test_no_flags_sync_in_every_pass() -> None:
         found = run_threads(4, numbers, EXACT, 3, flag)[0]
         sent.append(found[0]["sync", "world"])
     assert sent[0] == 3 * sent[1]
-
-
-# -- checkpoints -----------------------------------------------------------------------------------
-
-
-def saved(rank: int, folder: Path) -> float:
-    """Save a checkpoint after two steps; return the sum of all residuals of a parameter."""
-    model, optimizer = make(FEEDBACK)
-    train(model, optimizer, range(2))
-    weights, states = get_state_dict(model, optimizer)
-    entries: Any = states["state"]
-    residual = whole(entries["out.weight"].get("zero_topo_residual", torch.zeros(())))
-    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder)
-    return float(residual.abs().sum())
-
-
-def loaded(rank: int, block: Mapping[str, Any] | None, folder: Path) -> Any:
-    """The optimizer of a new model that has loaded the checkpoint, and its states, whole."""
-    model, optimizer = make(block, seed=7)
-    weights, states = get_state_dict(model, optimizer)
-    dcp.load({"model": weights, "optimizer": states}, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
-    entries: Any = states["state"]
-    return optimizer, [whole(entry["exp_avg"]).clone() for entry in entries.values()]
-
-
-def delivered(rank: int, folder: Path) -> float:
-    """The residual of a parameter that a loaded run has put into its own rows, summed over all
-    ranks.
-    """
-    optimizer, _ = loaded(rank, FEEDBACK, folder)
-    part = next(part for part in optimizer.parts.values() if part.name == "out.weight")
-    gradients = optimizer.gradients
-    own = gradients.layout.parameter(gradients.own_row[None], part.param_index).abs().sum()
-    dist.all_reduce(own)
-    return float(own)
-
-
-def test_checkpoints_load_on_half_the_ranks(tmp_path: Path) -> None:
-    """States, and residuals of sync as a gradient of the first step; plain FSDP2 reads the same
-    checkpoint.
-    """
-    residual = run_threads(4, saved, tmp_path)[0]
-    assert residual > 0
-    states = run_threads(4, loaded, FEEDBACK, tmp_path)[0][1]
-    for ranks, block in ((2, FEEDBACK), (4, None)):
-        found = run_threads(ranks, loaded, block, tmp_path)[0][1]
-        assert all(map(torch.equal, found, states))
-    sums = run_threads(2, delivered, tmp_path)
-    assert sums[0] == pytest.approx(residual, rel=1e-5)
 
 
 def reported(rank: int, folder: Path) -> None:

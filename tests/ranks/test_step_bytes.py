@@ -24,6 +24,7 @@ from zero_topo.plan import Phase
 SYNCS: tuple[dict[str, Any], ...] = (
     {},
     {"reduce": "all_reduce"},
+    {"reduce": "ring"},
     {"mode": "quantized"},
     {"mode": "quantized", "bits": 8},
 )

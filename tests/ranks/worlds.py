@@ -14,7 +14,6 @@ from torch import Tensor
 
 from benchmarks.bare import bare_engine, matrices
 from tests.device import DEVICE
-from tests.harness import run_threads
 from zero_topo.config import SPARSE_MODES, ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.engine.weights import Weights
@@ -274,16 +273,6 @@ def overflowed(engine: Stage3, grads: list[Tensor], bad: float = torch.nan) -> b
     after = engine.gradients.mode.state_dict()
     assert all(torch.equal(after[key], value) for key, value in before.items())
     return seen
-
-
-def assert_changes_nothing(w: World, rank_main: Callable[[int, bool], Tensor]) -> list[Tensor]:
-    """Ranks that are asked to change something give the same bits as those that are not; returns
-    those of each rank.
-    """
-    plain = run_threads(w.size, rank_main, False)
-    for found, expected in zip(run_threads(w.size, rank_main, True), plain, strict=True):
-        assert torch.equal(found, expected)
-    return plain
 
 
 def residual_table(mode: Sparse) -> Tensor:
