@@ -12,15 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import zero_topo.fsdp as topo
 from tests.harness import run_threads
 from tests.marks import often
 from tests.ranks import fsdp_scripts
+from tests.ranks.fsdp_scripts import EXACT, Block, Net, machine, make, weights_of
 from tests.ranks.fsdp_scripts import NET_WIDTH as WIDTH
-from tests.ranks.fsdp_scripts import Block, Net, machine, weights_of
 
 STEPS = range(2)
 
@@ -125,6 +124,14 @@ def shared_stage() -> nn.ModuleList:
     return nn.ModuleList([Stage(block), Stage(Block(), block)])
 
 
+def compiled() -> nn.ModuleList:
+    """Blocks that torch compiles."""
+    blocks = nn.ModuleList([Block(), Block()])
+    for block in blocks:
+        block.compile(backend="aot_eager")
+    return blocks
+
+
 class T5(nn.Module):
     """Hugging Face's T5: blocks have lists of layers; both stacks have one embedding."""
 
@@ -145,7 +152,6 @@ Names = tuple[str, ...]
 STAGES: Names = tuple(
     f"blocks.{stage}{inner}" for stage in "01" for inner in (".blocks.0", ".blocks.1", "")
 )
-BLOCK, LINEAR = ("elements.0.0", "elements.0.1"), ("elements.1",)
 T5_BLOCKS: Names = tuple(
     f"t5.{stack}.block.{block}{layer}"
     for stack, layers in (("encoder", 2), ("decoder", 3))
@@ -159,22 +165,15 @@ MODELS: dict[str, tuple[Build, Names]] = {
         lambda: net(shared_stage()),
         ("blocks.0.blocks.0", "blocks.0", "blocks.1.blocks.0", "blocks.1"),
     ),
-    "lists": (
-        lambda: net(Flat(nn.ModuleList([Block(), Block()]), Block())),
-        ("blocks.elements.0.0", "blocks.elements.0.1", "blocks.elements.1"),
-    ),
-    "dicts": (
-        lambda: net(Flat(nn.ModuleDict({"a": nn.ModuleDict({"b": Block()})}))),
-        ("blocks.elements.0.a.b",),
-    ),
-    "without a forward": (
-        lambda: net(Flat(WithoutForward(), Block())),
-        ("blocks.elements.0.first", "blocks.elements.1"),
+    "containers": (
+        lambda: net(Flat(nn.ModuleDict({"a": nn.ModuleList([Block()])}), WithoutForward())),
+        ("blocks.elements.0.a.0", "blocks.elements.1.first"),
     ),
     "a list with a forward": (
         lambda: net(nn.ModuleList([InTurn([Block(), Block()])])),
         ("blocks.0.0", "blocks.0.1", "blocks.0"),
     ),
+    "compiled": (lambda: net(compiled()), ("blocks.0", "blocks.1")),
     "shared part": (lambda: net(shared_part()), ()),
     "tied head": (tied_head, ("blocks.0",)),
     "experts": (lambda: net(nn.ModuleList([Experts()])), ("blocks.0",)),
@@ -182,20 +181,18 @@ MODELS: dict[str, tuple[Build, Names]] = {
 }
 
 
-def train(rank: int, build: Build, by_hand: Names | None, modules: Any = None) -> Any:
+def train(rank: int, build: Build, by_hand: Names | None, given: Any = None) -> Any:
     """Train under plain FSDP2 with these modules, or as ours chooses; names of what was sharded."""
-    model = fsdp_scripts.net(model=build())
-    names = {module: name for name, module in reversed([*model.named_modules()])}
-    optimizer: Any
-    if by_hand is None:
-        topo.fully_shard(model, machine(), modules=modules and modules(model))
-        optimizer = topo.shard_optimizer(torch.optim.SGD, model, lr=0.1)
-    else:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for name in by_hand:
-            fully_shard(model.get_submodule(name), mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def modules(model: Any) -> Any:
+        if by_hand is not None:
+            return [model.get_submodule(name) for name in by_hand]
+        return given and given(model)
+
+    raw = build()
+    names = {module: name for name, module in reversed([*raw.named_modules()])}
+    block = EXACT if by_hand is None else None
+    model, optimizer = make(block, torch.optim.SGD, 0.1, modules, model=raw)
     chosen = {name for module, name in names.items() if isinstance(module, FSDPModule) and name}
     return chosen, trained(model, optimizer)
 

@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import zero_topo.fsdp as topo
 from tests.harness import run_threads
 from tests.marks import often
-from tests.ranks.fsdp_scripts import EXACT, machine
+from tests.ranks.fsdp_scripts import EXACT, make
 
 IN, OUT = 34, 45  # over two ranks the bias ends where no FP32 value may begin
 INT8: dict[str, Any] = {"scheme": "paper", "quantize": {"gradients": None}}
@@ -59,7 +57,6 @@ class Grouped(nn.Module):
 
 Build = Callable[[], nn.Module]
 CASES: dict[str, tuple[Build, torch.dtype | None]] = {
-    "adapters on BF16": (lambda: Adapted(torch.bfloat16, False), None),
     "adapters on FP64": (lambda: Adapted(torch.float64, False), None),
     "whole numbers": (lambda: Adapted(torch.bfloat16, True), None),
     "whole numbers, computed in BF16": (lambda: Adapted(torch.bfloat16, True), torch.bfloat16),
@@ -70,27 +67,12 @@ CASES: dict[str, tuple[Build, torch.dtype | None]] = {
 def train(rank: int, name: str, block: Any) -> tuple[list[float], list[Tensor], Any]:
     """Losses of three steps, the weights with which the last computed, and statistics."""
     build, computed = CASES[name]
-    model: Any = build()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for param in model.parameters():
-            if param.is_floating_point():
-                param.copy_(0.3 * torch.randn(param.shape, generator=generator))
-    policy: dict[str, Any] = (
-        {"mp_policy": MixedPrecisionPolicy(computed, torch.float32)} if computed else {}
-    )
-    together = [[model.norm, model.head]] if isinstance(model, Grouped) else []
-    optimizer: Any
-    if block is None:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for modules in together:
-            fully_shard(modules, mesh=mesh)
-        fully_shard(model, mesh=mesh, **policy)
-        trained = [param for param in model.parameters() if param.requires_grad]
-        optimizer = torch.optim.SGD(trained, lr=0.1)
-    else:
-        topo.fully_shard(model, machine(block), modules=together, **policy)
-        optimizer = topo.shard_optimizer(torch.optim.SGD, model, lr=0.1)
+    options = {"mp_policy": MixedPrecisionPolicy(computed, torch.float32)} if computed else {}
+
+    def modules(model: Any) -> Any:
+        return [[model.norm, model.head]] if isinstance(model, Grouped) else []
+
+    model, optimizer = make(block, torch.optim.SGD, 0.1, modules, options, model=build())
     losses = []
     for step in range(3):
         batch = torch.randn(4, IN, generator=torch.Generator().manual_seed(10 * step + rank))

@@ -204,12 +204,8 @@ def test_the_host_reads_gradients_that_have_arrived() -> None:
         for _ in range(2):
             deepspeed.micro_batch(last=True)
             deepspeed.engine.gradients.sync()
-            with (
-                patch.object(Tensor, "copy_", noted),
-                patch.object(
-                    Stream, "synchronize", autospec=True, side_effect=Stream.synchronize
-                ) as waited,
-            ):
+            wait = patch.object(Stream, "synchronize", autospec=True, side_effect=synchronize)
+            with patch.object(Tensor, "copy_", noted), wait as waited:
                 optimizer._copy_gradients_to_host()
             assert waited.call_count == 1
             rows = deepspeed.engine.gradients.optimizer_rows()
