@@ -24,19 +24,15 @@ def stepped(count: int, **settings: Any) -> tuple[list[Tensor], AdamS]:
     return params, optimizer
 
 
-def test_lists_and_single_tensors_give_the_same_bits() -> None:
-    """``foreach`` changes the calls, not the result."""
-    together, _ = stepped(3, weight_decay=0.1, foreach=True)
-    alone, _ = stepped(3, weight_decay=0.1, foreach=False)
-    assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
-
-
 def test_a_saved_state_goes_on_with_the_same_bits() -> None:
-    """Through ``state_dict``, step counts included."""
-    params, optimizer = stepped(2)
+    """Through ``state_dict``, step counts included; ``foreach`` changes the calls, not the
+    result.
+    """
+    params, optimizer = stepped(2, weight_decay=0.1, foreach=True)
     twins = [p.detach().clone().requires_grad_(True) for p in params]
     resumed = AdamS(twins)
     resumed.load_state_dict(deepcopy(optimizer.state_dict()))
+    resumed.param_groups[0]["foreach"] = False
     for p, twin in zip(params, twins, strict=True):
         p.grad, twin.grad = torch.ones_like(p), torch.ones_like(p)
     optimizer.step()

@@ -148,20 +148,6 @@ def test_refused_switches_are_on_where_deepspeed_takes_them_as_on() -> None:
         assert bool(deepspeed_problems(changed({f"{ZERO}.{key}": value}))) == expected
 
 
-def test_what_asks_for_less_than_is_done_is_taken_out_of_the_config() -> None:
-    """DeepSpeed would all-reduce past our scatter; what leaves things as they are, and what is no
-    switch, stays.
-    """
-    less = {"reduce_scatter": False, "stage3_use_all_reduce_for_fetch_params": True}
-    stays = {"stage": 3, "use_all_reduce_for_fetch_params": False}
-    found = translate(GOOD | {ZERO: {**stays, **less}})
-    assert found.config[ZERO] == stays and len(found.lines) == 2 and not found.problems
-    others: list[Any] = [True, "auto", None, []]
-    for scattered in others:
-        config = GOOD | {ZERO: {**stays, "reduce_scatter": scattered}}
-        assert translate(config).config == config
-
-
 @pytest.mark.parametrize("device", ["cpu", "CPU"])
 def test_parameters_that_train_stay_on_the_device_and_others_may_be_offloaded(device: str) -> None:
     """Whether the config or the caller brings the optimizer."""

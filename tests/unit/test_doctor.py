@@ -73,7 +73,7 @@ def check_found(subject: str, state: str, words: str) -> None:
 def test_a_bad_state_of_torch_is_found(
     facts: dict[str, Any], subject: str, state: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "torch_state", lambda: REPORTED | facts)
+    monkeypatch.setattr(doctor, "torch_state", lambda: {**REPORTED, **facts})
     check_found(subject, state, words)
 
 

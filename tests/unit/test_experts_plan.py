@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.steps import shape
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.hook.initialize import resolve_experts
 from zero_topo.topology.groups import Groups
@@ -49,12 +50,9 @@ def test_a_plan_that_was_chosen_gives_its_domains_to_the_experts() -> None:
     """
     chosen = dense({"scheme": "topo-zero2"})
     found = experts({"scheme": "auto"}, chosen)
-    names = [
-        chosen.topology.domain(degree) for degree in (chosen.plan.weights, chosen.plan.gradients)
-    ]
-    assert [found.plan.weights, found.plan.gradients] == [
-        found.topology.degree(name) for name in names
-    ]
+    for role in ("weights", "gradients"):
+        name = chosen.topology.domain(chosen.plan.degrees()[role] or 1)
+        assert found.plan.degrees()[role] == found.topology.degree(name)
     alone = resolve_experts(
         {"zero_optimization": {"stage": 3}, "zero_topo": {"scheme": "auto"}},
         chosen,
@@ -85,8 +83,4 @@ def test_experts_of_tensor_parallel_ranks_have_a_tree_of_the_whole_machine() -> 
     found = resolve_experts(config, of_dense, spread, 6)
     assert found.groups is not None
     assert found.groups.machine is FRONTIER
-    assert (found.topology.nodes, found.topology.gpus_per_node, found.topology.ranks_per_gpu) == (
-        2,
-        2,
-        1,
-    )
+    assert shape(found.topology) == (2, 2, 1)

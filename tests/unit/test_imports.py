@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -13,52 +14,16 @@ import pytest
 from tests.house import Source, sources
 from tests.launching import ROOT
 
-HEAVY = ("torch", "deepspeed", "numpy", "matplotlib", "megatron")
+ROOMS = json.loads((ROOT / "tests/data/rooms.json").read_text())
+"""A room is a module or a package below `zero_topo`, the longest name that fits.
 
-_PLANNING = ("units", "versions", "strict", "topology", "quant.spec", "plan", "config", "cost")
-
-MAY_IMPORT: dict[str, tuple[str, ...]] = {
-    "units": (),
-    "versions": (),
-    "leaving": (),
-    "quant.spec": ("units",),
-    "strict": (),
-    "topology": ("units", "strict"),
-    "plan": ("units", "topology"),
-    "config": ("units", "strict", "topology", "quant.spec", "plan"),
-    "cost": ("units", "strict", "topology", "quant.spec", "plan", "config"),
-    "quant": _PLANNING,
-    "collectives": (*_PLANNING, "quant"),
-    "mesh": (*_PLANNING, "quant", "collectives"),
-    "sync": (*_PLANNING, "mesh", "quant", "collectives"),
-    "engine": (*_PLANNING, "mesh", "quant", "collectives", "sync"),
-    "hook": (
-        "",
-        *_PLANNING,
-        "mesh",
-        "quant",
-        "collectives",
-        "sync",
-        "engine",
-        "observe",
-        "leaving",
-    ),
-    "observe": (*_PLANNING, "mesh", "quant", "collectives"),
-    "fsdp": (*_PLANNING, "mesh", "quant", "collectives", "sync", "engine", "observe"),
-}
-"""What each room may import besides itself. Rooms not named here are the top; a room is a module or
-a package below `zero_topo`, the longest name that fits.
+- ``may import``: what each room may import besides itself.
+- ``top``: the public face and the programs, each of which may import those before it and all that
+  is below; nothing below imports them.
+- ``deepspeed``: those that may import DeepSpeed. ``torch free``: those that import nothing
+  ``heavy``.
 """
-
-DEEPSPEED = ("hook", "doctor", "neox", "examples")
-"""The rooms that may import DeepSpeed."""
-
-TOP = ("lazy_hook", "", "doctor", "launch", "examples", "cli", "neox", "run")
-"""The public face and the programs, each of which may import those before it. Nothing below imports
-them.
-"""
-
-TORCH_FREE = _PLANNING
+MAY_IMPORT, TOP = ROOMS["may import"], ROOMS["top"]
 
 
 def room(module: str) -> str:
@@ -88,7 +53,7 @@ def resolved(names: Iterable[str], known: dict[str, Source]) -> set[str]:
 
 
 MODULES = {source.module: source for source in sources("zero_topo")}
-PLANNING_MODULES = sorted(module for module in MODULES if room(module) in TORCH_FREE)
+PLANNING_MODULES = sorted(module for module in MODULES if room(module) in ROOMS["torch free"])
 
 
 def test_imports_run_one_way() -> None:
@@ -126,7 +91,7 @@ def test_the_engine_knows_no_deepspeed() -> None:
         for module, source in MODULES.items()
         if any(n.split(".")[0] == "deepspeed" for n in source.imports())
     }
-    assert users and {room(module) for module in users} <= set(DEEPSPEED)
+    assert users and {room(module) for module in users} <= set(ROOMS["deepspeed"])
 
 
 def test_planning_modules_never_name_torch() -> None:
@@ -134,7 +99,7 @@ def test_planning_modules_never_name_torch() -> None:
     function.
     """
     for module in PLANNING_MODULES:
-        heavy = {name for name in MODULES[module].imports() if name.split(".")[0] in HEAVY}
+        heavy = {name for name in MODULES[module].imports() if name.split(".")[0] in ROOMS["heavy"]}
         assert not heavy, f"{module} must run without torch, but imports {sorted(heavy)}"
 
 
@@ -165,17 +130,20 @@ sys.exit(import_module("zero_topo." + sys.argv.pop(1)).main())
 """
 
 
+SECONDS = 4.0
+
+
 @pytest.mark.parametrize(
-    ("words", "seconds"),
+    "words",
     [
-        ("cli --help", 4.0),
-        ("cli plan --params 20B --machine frontier --nodes 48 --json", 4.0),
-        ("cli topology --from frontier", 4.0),
-        ("cli launch slurm --machine dgx-h100 -- true", 4.0),
-        ("neox.__main__ check neox_configs/frontier-20b.yml", 4.0),
+        "cli --help",
+        "cli plan --params 20B --machine frontier --nodes 48 --json",
+        "cli topology --from frontier",
+        "cli launch slurm --machine dgx-h100 -- true",
+        "neox.__main__ check neox_configs/frontier-20b.yml",
     ],
 )
-def test_planning_runs_without_torch(words: str, seconds: float) -> None:
+def test_planning_runs_without_torch(words: str) -> None:
     """A login node has no torch: neither importing the planning half nor a command looks for a
     heavy package.
 
@@ -186,13 +154,11 @@ def test_planning_runs_without_torch(words: str, seconds: float) -> None:
     modules = [
         name for name in (*PLANNING_MODULES, "zero_topo.launch.worker") if words == "cli --help"
     ]
-    program = PROGRAM.replace("HEAVY", repr(HEAVY)).replace("MODULES", repr(modules))
+    program = PROGRAM.replace("HEAVY", repr(ROOMS["heavy"])).replace("MODULES", repr(modules))
     before = os.times()
     command = [sys.executable, "-c", program, *words.split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     after = os.times()
-    assert (
-        after.children_user + after.children_system - before.children_user - before.children_system
-        < seconds
-    )
+    taken = after.children_user + after.children_system
+    assert taken - before.children_user - before.children_system < SECONDS

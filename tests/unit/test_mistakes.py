@@ -31,6 +31,7 @@ from zero_topo.neox.config import load_configs
 from zero_topo.plan import Plan
 from zero_topo.quant.spec import BlockSpec
 from zero_topo.topology import load_preset, resolve_topology
+from zero_topo.topology.groups import Groups
 from zero_topo.topology.model import Topology
 
 DATA = ROOT / "tests/data"
@@ -65,6 +66,7 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
     "plan": lambda degrees: Plan(*degrees),
     "degrees": lambda degrees: Plan.build(MACHINE, tuple(degrees)),
     "group": MACHINE.among,
+    "groups": lambda groups: Groups(TREE, tuple(map(tuple, groups))),
     "machine": Topology.from_json,
     "topology": lambda setting: resolve_topology(setting, 4),
     "machine file": lambda text: resolve_topology(written(text, "machine.json"), 4),
@@ -109,9 +111,9 @@ def test_a_mistake_is_one_line_that_names_it(
         status, out, line = run(*given.replace("DATA", str(DATA)).split())
         assert (status, out) == (2, "")
     else:
-        line = said(MAKERS[kind], given)
+        reported = said(MAKERS[kind], given)
         seen = capsys.readouterr()
-        line = line or seen.err
+        line = reported or seen.err
         assert not seen.out
     assert [word for word in words if word not in line] == []
     assert "\n" not in line.removesuffix("\n") and len(line) < 700

@@ -22,15 +22,7 @@ from zero_topo.neox.config import deepspeed_config, load_configs
 
 pytest.importorskip("yaml")
 
-GOOD: dict[str, Any] = {
-    "pipe_parallel_size": 0,
-    "train_micro_batch_size_per_gpu": 4,
-    "gradient_clipping": 1.0,
-    "precision": "bfloat16",
-    "optimizer": {"type": "Adam", "params": {"lr": 0.001}},
-    "zero_optimization": {"stage": 3},
-    "deepspeed_extra_args": {"gradient_clipping": 1.0, "zero_topo": {"scheme": "topo"}},
-}
+GOOD = json.loads((ROOT / "tests/data/mistakes.json").read_text())["good"]["NeoX"]
 
 
 def write(path: Path, content: object) -> str:

@@ -54,12 +54,6 @@ def test_a_group_is_the_transpose_its_note_says(plan: Plan) -> None:
                 assert plan.rows(member, hi)[j // len(group)] == shard
 
 
-def test_a_plan_takes_domains_and_degrees() -> None:
-    machine = Topology("m", nodes=4, gpus_per_node=3, ranks_per_gpu=2)
-    found = Plan.build(machine, ("gpu", "node", "node", 12)).degrees()
-    assert found == {"weights": 2, "secondary": 6, "gradients": 6, "optimizer": 12}
-
-
 def test_two_groups_go_through_the_node() -> None:
     """Unless they are turned off, what spans nodes goes through the node, if its members nest in
     it.

@@ -126,7 +126,8 @@ def test_the_default_is_topo_where_a_gpu_has_several_ranks_and_the_rule_where_it
     frontier = load_preset("frontier", 16)
     assert not is_automatic(parse(), frontier)
     assert resolve_config(parse(), frontier).scheme == "topo"
-    for block in ({}, {"overlap": False}, {"sync": {"mode": "quantized"}}):
+    chosen: list[dict[str, Any]] = [{}, {"overlap": False}, {"sync": {"mode": "quantized"}}]
+    for block in chosen:
         assert is_automatic(parse(**block), DGX)
     for block in ({"scheme": "topo"}, {"weights": 1, "gradients": 8, "optimizer": 32}):
         assert not is_automatic(parse(**block), DGX)

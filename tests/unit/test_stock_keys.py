@@ -76,14 +76,11 @@ def test_deepspeed_gets_the_config_without_the_keys(
     monkeypatch.delenv("RANK", raising=False)
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(stock({"scheme": "topo"}, **ZEROPP)))
-    given: dict[str, Any] = (
-        {"args": Namespace(deepspeed_config=str(path))}
-        if carried_by == "args"
-        else {carried_by: str(path)}
-    )
+    args = Namespace(deepspeed_config=str(path))
+    given: dict[str, Any] = {"args": args} if carried_by == "args" else {carried_by: str(path)}
     checked_first(initialize)(**given)
     assert switched_on(seen[0]) == {} and seen[0]["zero_topo"]["secondary"] == 8
-    assert carried_by != "args" or given["args"].deepspeed_config == str(path)
+    assert args.deepspeed_config == str(path)
     assert len(said) == 3 and all("is taken as" in line for line in said)
     monkeypatch.setenv("RANK", "1")
     checked_first(initialize)(**given)

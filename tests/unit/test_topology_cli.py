@@ -23,8 +23,3 @@ def test_the_json_is_a_description(run: Run, tmp_path: Path) -> None:
     assert Topology.from_json(json.loads(out)) == load_preset("gb200-nvl72", 144)
     (tmp_path / "machine.json").write_text(out)
     assert run("topology", "--from", str(tmp_path / "machine.json"), "--json")[1] == out
-
-
-def test_without_a_machine_it_is_asked_for(run: Run) -> None:
-    status, _, err = run("topology")
-    assert status == 2 and "--from" in err

@@ -27,15 +27,6 @@ def test_each_group_has_its_own_order_on_the_machine() -> None:
     assert groups.tree(5) is groups.trees[1]
 
 
-def test_groups_of_different_trees_are_refused_with_their_ranks() -> None:
-    """Whole GPUs on one side, one rank of each on the other."""
-    with pytest.raises(
-        ValueError, match=r"ranks \[\[0, 1, 2, 3\], \[4, 6\]\] of .* different trees"
-    ) as error:
-        Groups(emulated(2, 2, 2), ((0, 1, 2, 3), (4, 6), (5, 7)))
-    assert "\n" not in str(error.value)
-
-
 def test_autotp_numbers_ranks_that_share_a_layer_consecutively() -> None:
     config = {"tensor_parallel": {"autotp_size": 2}}
     assert tensor_parallel_groups(config, 6) == ((0, 2, 4), (1, 3, 5))

@@ -43,18 +43,6 @@ def tree(nodes: int = 2, gpus: int = 4, dies: int = 2, **fields: Any) -> Topolog
     return Topology("test", nodes, gpus, dies, **fields)
 
 
-@given(topologies())
-def test_coordinates_number_the_leaves_in_tree_order(topology: Topology) -> None:
-    for rank in range(topology.world_size):
-        node, gpu, die = topology.coordinates(rank)
-        assert 0 <= gpu < topology.gpus_per_node and 0 <= die < topology.ranks_per_gpu
-        assert (
-            node * topology.gpus_per_node + gpu
-        ) * topology.ranks_per_gpu + die == topology.position(rank)
-        assert topology.rank_at(topology.position(rank)) == rank
-        assert rank in topology.node_ranks(node)
-
-
 @given(topologies(), st.data())
 def test_a_degree_belongs_to_the_smallest_domain_that_its_blocks_never_leave(
     topology: Topology, data: st.DataObject
@@ -106,26 +94,21 @@ def test_ranks_of_a_group_keep_their_order_in_the_tree_and_their_units(
     """Whatever the placement, two ranks share a GPU or node in the cut tree exactly if they do in
     the machine.
     """
-    nodes = data.draw(st.integers(1, topology.nodes))
-    gpus = data.draw(st.integers(1, topology.gpus_per_node))
-    dies = data.draw(st.integers(1, topology.ranks_per_gpu))
-    first = [
-        (0, topology.nodes - nodes),
-        (0, topology.gpus_per_node - gpus),
-        (0, topology.ranks_per_gpu - dies),
-    ]
-    node0, gpu0, die0 = (data.draw(st.integers(low, high)) for low, high in first)
+    counts, firsts = [], []
+    for size in (topology.nodes, topology.gpus_per_node, topology.ranks_per_gpu):
+        firsts.append(data.draw(st.integers(0, size - 1)))
+        counts.append(data.draw(st.integers(1, size - firsts[-1])))
     ranks = []
     for rank in range(topology.world_size):
-        node, gpu, die = topology.coordinates(rank)
-        if 0 <= node - node0 < nodes and 0 <= gpu - gpu0 < gpus and 0 <= die - die0 < dies:
+        places = zip(topology.coordinates(rank), firsts, counts, strict=True)
+        if all(0 <= place - first < count for place, first, count in places):
             ranks.append(rank)
     ranks = data.draw(st.permutations(ranks))
     cut = topology.among(ranks)
-    assert (cut.nodes, cut.gpus_per_node, cut.ranks_per_gpu) == (nodes, gpus, dies)
+    assert [*shape(cut)] == counts
     for index, rank in enumerate(ranks):
-        node, gpu, die = topology.coordinates(rank)
-        assert cut.coordinates(index) == (node - node0, gpu - gpu0, die - die0)
+        places = zip(topology.coordinates(rank), firsts, strict=True)
+        assert cut.coordinates(index) == tuple(place - first for place, first in places)
     if topology.hosts is not None:
-        assert cut.hosts == topology.hosts[node0 : node0 + nodes]
+        assert cut.hosts == topology.hosts[firsts[0] : firsts[0] + counts[0]]
     assert (cut.links, cut.emulated) == (topology.links, topology.emulated)
