@@ -347,27 +347,6 @@ def test_what_json_does_not_know_is_the_same_on_all_ranks() -> None:
     run_threads(2, rank_main)
 
 
-@pytest.mark.parametrize("odd_rank", [0, 1, 2])
-def test_groups_listed_in_another_order_get_the_models(odd_rank: int) -> None:
-    """As a ``set`` lists them; where all ranks have one order it stays, for checkpoints are
-    in it.
-    """
-    names = ["a", "b", "c", "d"]
-
-    def rank_main(rank: int, odd: bool) -> list[list[list[str]]]:
-        model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.zeros(2)) for name in names})
-        listed = [("c", model["c"]), ("a", model["a"])], [("d", model["d"]), ("b", model["b"])]
-        groups = [list(reversed(each)) if rank == odd_rank and odd else each for each in listed]
-        optimizer = torch.optim.SGD([{"params": group} for group in groups])
-        known = {param: name for name, param in model.named_parameters()}
-        start._in_one_order(optimizer, known, CPU)
-        of_group = [[known[param] for param in group["params"]] for group in optimizer.param_groups]
-        return [of_group, [group["param_names"] for group in optimizer.param_groups]]
-
-    assert run_threads(3, rank_main, True) == [[[["a", "c"], ["b", "d"]]] * 2] * 3
-    assert run_threads(3, rank_main, False) == [[[["c", "a"], ["d", "b"]]] * 2] * 3
-
-
 # -- a rank that may not know of zero_topo ---------------------------------------------------------
 
 

@@ -213,26 +213,6 @@ def test_what_fsdp2_cannot_have_is_refused_in_a_line(block: dict[str, Any], word
     assert "\n" not in str(error.value)
 
 
-def test_schemes_are_what_fsdp2_has_of_them() -> None:
-    """Their own choices are replaced, not refused: one degree, no secondary, no INT8 storage."""
-    for scheme, degree in {
-        "paper": 2,
-        "topo": 2,
-        "topo-zero2": 2,
-        "hsdp": 2,
-        "zero3": 4,
-        "zero++": 4,
-    }.items():
-        config = resolve({**MACHINE, "scheme": scheme}, 4)
-        plan = config.plan
-        assert (plan.weights, plan.gradients, plan.secondary, config.resident_spec) == (
-            degree,
-            degree,
-            None,
-            None,
-        )
-
-
 WITHOUT = """
 import sys
 from importlib.util import find_spec

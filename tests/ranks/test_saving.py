@@ -5,7 +5,6 @@ saved before stays.
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 from collections.abc import Callable
@@ -122,28 +121,6 @@ def test_the_latest_is_named_when_all_files_are_in_their_places(tmp_path: Path) 
     )
     assert all(torch.load(tmp_path / f"new/{rank}.pt") == 1 for rank in range(RANKS))
     assert not list(tmp_path.rglob(f"*{PART}"))
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_says_what_is_wanted(number: int, tmp_path: Path) -> None:
-    """Torch wraps the error in words about positions; the user reads of file and ways out."""
-
-    class Full(TorchCheckpointEngine):
-        def save(self, state_dict: Any, file: Any) -> None:
-            try:
-                raise OSError(number, os.strerror(number))
-            except OSError:
-                raise RuntimeError("unexpected pos 704 vs 598")  # noqa: B904
-
-    def rank_main(rank: int) -> None:
-        alongside = AtomicSaves(Full(), torch.device("cpu"), False)
-        alongside.save({"x": torch.zeros(10**6)}, str(tmp_path / "new.pt"))
-        alongside.commit(CheckpointCommitInfo(tag="new", save_dir=str(tmp_path), save_latest=False))
-
-    with pytest.raises(
-        OSError, match=r"new\.pt cannot be written \(.*\): delete older checkpoints"
-    ):
-        run_threads(1, rank_main)
 
 
 def test_what_a_killed_save_left_goes_with_the_next(tmp_path: Path) -> None:

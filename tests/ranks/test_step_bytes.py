@@ -107,7 +107,7 @@ def test_the_formulas_are_what_every_rank_sends_and_stores(seeds: range) -> None
             assert sent == step_bytes(case.config, work), case
             memory = steps.engine.memory()
             formula = memory_bytes(case.config, work, case.dtype.itemsize)
-            for role in ("weights", "secondary", "frozen"):
+            for role in ("weights", "secondary", "frozen", "residual"):
                 assert memory.get(role, 0) == formula.get(role, 0), (role, case)
             assert case.trained or {**memory, "optimizer": 0} == formula, case
 

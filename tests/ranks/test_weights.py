@@ -129,22 +129,6 @@ def test_debug_checks_pass_if_all_frozen_parameters_are_int8() -> None:
     run_threads(w.size, rank_main)
 
 
-def test_what_is_not_finite_reaches_every_gather() -> None:
-    """A NaN among the masters is a NaN block in all copies, not an INT8 value that froze."""
-    w = world({"scheme": "topo", "quantize": {"resident": "int8"}}, numels=(8 * BLOCK,))
-
-    def rank_main(rank: int) -> list[bool]:
-        engine, _ = loaded(w, torch.bfloat16)
-        masters = engine.weights.own.float()
-        if rank == 3:
-            masters[0, 2] = torch.nan
-        engine.weights.update(masters)
-        (found,) = engine.weights.gather((0,), "gather_forward").wait()
-        return found.isnan().view(8, BLOCK).any(1).tolist()
-
-    assert all(seen == [rank == 3 for rank in range(8)] for seen in run_threads(w.size, rank_main))
-
-
 def test_what_cannot_follow_the_plan_stays_with_deepspeed() -> None:
     """Those of another type or served by another engine of ours, and a line says so; empty ones do
     not count.
