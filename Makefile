@@ -151,8 +151,8 @@ test-programs: unlock ops
 test-long: unlock ops
 	pytest $(PYTEST_ARGS) --numprocesses 2 --dist worksteal --hypothesis-profile=thorough tests/unit tests/ranks tests/kernels
 	pytest $(PYTEST_ARGS) -m long tests/e2e
-	pytest $(PYTEST_ARGS) tests/e2e/test_launcher_suite.py --launcher-k='eight_ranks and long'
-	pytest $(PYTEST_ARGS) tests/e2e/test_launcher_suite.py --launcher-ranks=4 \
+	pytest $(PYTEST_ARGS) tests/e2e/test_launcher_suite.py --launcher-ranks=8 --launcher-k=eight_ranks
+	pytest $(PYTEST_ARGS) tests/e2e/test_launcher_suite.py \
 		--launcher-k='long and not eight_ranks and not test_feature_under_scheme'
 	python -m tests.matrix
 
@@ -172,7 +172,7 @@ test-coverage: ops $(VENV)/bin/coverage
 	pytest $(PYTEST_ARGS) --numprocesses 2 --dist worksteal -m 'not long' --cov=zero_topo --cov-context=test \
 		--cov-report= tests/unit tests/ranks tests/kernels
 	pytest $(PYTEST_ARGS) --cov=zero_topo --cov-append --cov-report=term:skip-covered tests/e2e/test_launcher_suite.py \
-		tests/e2e/test_mpi.py --launcher-ranks=4 --launcher-k='not long and not eight_ranks'
+		tests/e2e/test_mpi.py
 
 # DeepSpeed's tests have a time limit, in which two cores do not compile its Adam: minutes, once.
 test-deepspeed: unlock ops

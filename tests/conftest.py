@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="as -k, for the tests in tests/launcher",
     )
     group.addoption(
-        "--launcher-ranks", type=int, default=8, metavar="N", help="ranks of the launch (default 8)"
+        "--launcher-ranks", type=int, default=4, metavar="N", help="ranks of the launch (default 4)"
     )
     group.addoption(
         "--launcher-real",

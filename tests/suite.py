@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,9 +15,7 @@ CELLS_VARIABLE = "ZERO_TOPO_CELLS"
 """Names the file to which rank 0 adds each cell of the matrix of features and schemes, as a line of
 JSON.
 """
-LONG_VARIABLE = "ZERO_TOPO_LONG"
-"""Steps that the tests of weights stored as INT8 take, for a proof on idle cores."""
-TEST_TIMEOUT_S = 900.0 if os.environ.get(LONG_VARIABLE) else 240.0
+TEST_TIMEOUT_S = 240.0
 """Seconds one launcher test may take; then every rank prints its stacks and the launch ends."""
 
 

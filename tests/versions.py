@@ -50,8 +50,7 @@ UNITS = (
 )
 RANKS = ("hook_check", "start_up", "hook_streams", "weights", "gradients")
 PARITY = (
-    "test_access_to_gradients or (test_feature_under_scheme and topo and not q4 and "
-    "(overflows or evaluation))"
+    "test_access_to_gradients or (test_feature_under_scheme and topo and (overflows or evaluation))"
 )
 """Of tests/launcher: losses, gradients, masters and states as stock ZeRO-3's, on four ranks."""
 

@@ -18,16 +18,7 @@ from tests.launching import ROOT, Launch, LaunchSettings, launch
 from zero_topo.examples.train_gpt import main
 
 SCRIPT = "zero_topo/examples/train_gpt.py"
-SMALL = [
-    "--layers",
-    "1",
-    "--width",
-    "32",
-    "--context",
-    "16",
-    "--warmup",
-    "2",
-]
+SMALL = ["--layers", "1", "--width", "32", "--context", "16", "--warmup", "2"]
 
 
 def ds_config(folder: Path, name: str, block: dict[str, Any] | None) -> Path:
@@ -52,27 +43,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Launch, Launch
         "topology": {"emulated": {"nodes": 2, "gpus_per_node": 1, "gcds_per_gpu": 2}},
         "scheme": "topo",
     }
-    common = [SCRIPT, *SMALL, "--data", str(folder / "text")]
-    first = [
-        "--steps",
-        "6",
-        "--save",
-        str(folder / "saved"),
-        "--run-dir",
-        str(folder / "topo"),
-    ]
-    second = ["--steps", "8", "--resume", str(folder / "saved"), "--run-dir", str(folder / "stock")]
-    launches = [
-        launch(
-            [*common, "--deepspeed_config", str(config), *words],
-            LaunchSettings(folder / f"log-{config.stem}", 4, 600, forked=words is second),
-        )
-        for config, words in (
-            (ds_config(folder, "topo", block), first),
-            (ds_config(folder, "stock", None), second),
-        )
-    ]
-    return folder, launches[0], launches[1]
+    common = [SCRIPT, *SMALL, "--data", str(folder / "text"), "--deepspeed_config"]
+
+    def run(name: str, block: dict[str, Any] | None, *words: str) -> Launch:
+        config = str(ds_config(folder, name, block))
+        settings = LaunchSettings(folder / f"log-{name}", 4, 600, forked=block is None)
+        return launch([*common, config, "--run-dir", str(folder / name), *words], settings)
+
+    saved = str(folder / "saved")
+    topo = run("topo", block, "--steps", "6", "--save", saved)
+    return folder, topo, run("stock", None, "--steps", "8", "--resume", saved)
 
 
 def test_the_example_learns_and_writes_its_report(runs: tuple[Path, Launch, Launch]) -> None:

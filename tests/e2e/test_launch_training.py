@@ -9,27 +9,15 @@ be two.
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.launching import ROOT, free_port, rank_environment
+from tests.launching import ROOT, LaunchSettings, succeeded
 from tests.slurm import Cluster, distributed, missing, submitted
 
 SCRIPT = str(ROOT / "zero_topo/examples/train_gpt.py")
-SMALL = [
-    "--layers",
-    "1",
-    "--width",
-    "32",
-    "--context",
-    "16",
-    "--warmup",
-    "2",
-]
+SMALL = ["--layers", "1", "--width", "32", "--context", "16", "--warmup", "2"]
 STEPS = 4
 TIMEOUT_S = 400
 ROLES = {"weights": "gpu", "secondary": "none", "gradients": "node", "optimizer": "world"}
@@ -55,16 +43,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def training(folder: Path, config: str, run: str) -> list[str]:
     """The example's command."""
-    words = [
-        *SMALL,
-        "--steps",
-        str(STEPS),
-        "--data",
-        str(folder / "text"),
-        "--run-dir",
-        str(folder / run),
-    ]
-    return [SCRIPT, *words, "--deepspeed_config", str(folder / f"{config}.json")]
+    words = ["--steps", str(STEPS), "--data", str(folder / "text"), "--run-dir", str(folder / run)]
+    return [SCRIPT, *SMALL, *words, "--deepspeed_config", str(folder / f"{config}.json")]
 
 
 def losses(folder: Path, run: str) -> list[float]:
@@ -75,42 +55,11 @@ def losses(folder: Path, run: str) -> list[float]:
     return found
 
 
-def launched(words: list[str], log: Path) -> None:
-    """Run a launcher with CPU ranks on this host; it and its ranks end with this call and leave
-    nothing.
-    """
-    env = {
-        name: value for name, value in rank_environment().items() if not name.startswith("SLURM")
-    }
-    port = free_port()
-    words = [word.replace("PORT", str(port)) for word in words]
-    with open(log, "wb") as output:
-        process = subprocess.Popen(
-            words, env=env, stdout=output, stderr=output, start_new_session=True, cwd=log.parent
-        )
-        try:
-            status = process.wait(TIMEOUT_S)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-    assert status == 0, log.read_text()[-3000:]
-    assert not list(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"))
-
-
-def reference(folder: Path, ranks: int) -> list[float]:
-    """Losses under the deepspeed launcher, which the tests here compare with."""
-    run = f"deepspeed-{ranks}"
-    words = [
-        "deepspeed",
-        "--no_local_rank",
-        "--num_accelerators",
-        str(ranks),
-        "--master_port",
-        "PORT",
-    ]
-    words += training(folder, f"pretended-{ranks}", run)
-    launched(words, folder / f"{run}.log")
-    return losses(folder, run)
+def reference(folder: Path) -> list[float]:
+    """Losses under the deepspeed launcher."""
+    words = training(folder, "pretended-16", "deepspeed")
+    succeeded(words, LaunchSettings(folder / "deepspeed-log", 16, TIMEOUT_S))
+    return losses(folder, "deepspeed")
 
 
 @pytest.mark.long
@@ -121,18 +70,11 @@ def test_slurm_trains_as_deepspeed_does(
     """Block distribution: the same bits. Cyclic: other ranks share a node, so sums round
     differently, no more.
     """
-    expected, found = reference(folder, 16), {}
+    expected, found = reference(folder), {}
     with Cluster(tmp_path_factory.mktemp("slurm")) as cluster:
         for order in ("block", "cyclic"):
             log = folder / f"slurm-{order}.log"
-            words = [
-                "--machine",
-                "frontier",
-                "--nodes",
-                "2",
-                *distributed(order, folder),
-                "--",
-            ]
+            words = ["--machine", "frontier", "--nodes", "2", *distributed(order, folder), "--"]
             words += ["env", "OMP_NUM_THREADS=1"]  # the cores are make-believe
             words += ["python", *training(folder, "stated-16", order)]
             state = cluster.wait(submitted(cluster, words, log), TIMEOUT_S)

@@ -12,17 +12,7 @@ from tests.launching import ROOT, LaunchSettings
 from tests.suite import SuiteRun, run_suite, show, trouble
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A launch of eight ranks and one of four; with `--launcher-k` one of `--launcher-ranks`."""
-    if "ranks" in metafunc.fixturenames:
-        option = metafunc.config.getoption
-        metafunc.parametrize(
-            "ranks", [option("--launcher-ranks")] if option("--launcher-k") else [8, 4]
-        )
-
-
 def test_launcher_suite(
-    ranks: int,
     request: pytest.FixtureRequest,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
@@ -31,20 +21,16 @@ def test_launcher_suite(
     """Every test in tests/launcher passes on every rank, and the launch ends by itself with exit
     code 0.
 
-    Those that need three levels run on eight ranks, the others on four. Ranks are forked, but on a
-    GPU, which a process may not share with its children. What is long runs only where it is asked
-    for.
+    Ranks are forked, but on a GPU, which a process may not share with its children. What is long or
+    needs eight ranks runs only where it is asked for.
     """
     option = request.config.getoption
-    selection = option("--launcher-k")
-    words = (
-        ["-k", selection]
-        if selection
-        else ["-m", f"{'' if ranks == 8 else 'not '}eight_ranks and not long"]
-    )
+    words = ["-m", "not long and not eight_ranks"]
+    if option("--launcher-k"):
+        words = ["-k", option("--launcher-k")]
     settings = LaunchSettings(
         log_dir=tmp_path / "launch",
-        world_size=ranks,
+        world_size=option("--launcher-ranks"),
         timeout_s=option("--launcher-timeout"),
         forked=not (ON_GPU or option("--launcher-real")),
         on_text=show,

@@ -37,11 +37,7 @@ def run(verb: str, path: Path, ranks: int) -> Results:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "name"),
-    [
-        ("eight", "topo"),
-        *(("four", name) for name in ("stock", "hsdp", "topo")),
-    ],
+    ("ranks", "name"), [("eight", "topo"), ("four", "stock"), ("four", "hsdp")]
 )
 def test_other_ranks_another_machine_and_plan_go_on_from_it(
     ranks: str, name: str, found: dict[str, Results]

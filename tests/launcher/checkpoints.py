@@ -18,8 +18,7 @@ from deepspeed.checkpoint import ds_to_universal
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from tests.launcher.parity import Result
-from tests.launcher.training import Job, Net, advance, close, running, start, weights
+from tests.launcher.training import Job, Net, Result, advance, close, running, start, weights
 
 SAVED_AT = 2
 STEPS = 4

@@ -5,6 +5,7 @@ of experts.
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,10 +43,6 @@ class Mpu:
     def get_model_parallel_group(self) -> Any:
         return self.tensor
 
-    get_tensor_model_parallel_rank = get_model_parallel_rank
-    get_tensor_model_parallel_world_size = get_model_parallel_world_size
-    get_tensor_model_parallel_group = get_model_parallel_group
-
     def get_data_parallel_rank(self) -> int:
         return dist.get_rank(self.data)
 
@@ -55,43 +52,16 @@ class Mpu:
     def get_data_parallel_group(self) -> Any:
         return self.data
 
-    def destroy(self) -> None:
-        """Destroy the groups."""
-        dist.destroy_process_group(self.tensor)
-        dist.destroy_process_group(self.data)
-
 
 def _own(made: list[Any]) -> Any:
     return next(group for group in made if isinstance(group, dist.ProcessGroup))
 
 
-class _Copied(torch.autograd.Function):
-    """The input of a parallel layer: its gradient is summed over the tensor-parallel ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        total = grads[0].contiguous().clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
-
-
-class _Summed(torch.autograd.Function):
-    """The output of a parallel layer: a sum over the tensor-parallel ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        total = x.contiguous().clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
+def _sum(values: Tensor, group: Any) -> Tensor:
+    """Over the tensor-parallel ranks."""
+    total = values.detach().contiguous().clone()
+    dist.all_reduce(total, group=group)
+    return total
 
 
 class Mlp(nn.Module):
@@ -114,10 +84,12 @@ class Mlp(nn.Module):
         if self.mpu is None:
             return x + self.down(torch.tanh(self.up(self.norm(x))))
         group = self.mpu.get_model_parallel_group()
-        hidden = torch.tanh(self.up(_Copied.apply(self.norm(x), group)))
-        return (
-            x + _Summed.apply(functional.linear(hidden, self.down.weight), group) + self.down.bias
-        )
+        whole = self.norm(x)
+        if whole.requires_grad:  # each rank has a part of the gradient
+            whole.register_hook(partial(_sum, group=group))
+        part = functional.linear(torch.tanh(self.up(whole)), self.down.weight)
+        others = _sum(part, group) - part.detach()
+        return x + part + others + self.down.bias
 
 
 def _part(values: Tensor) -> nn.Parameter:

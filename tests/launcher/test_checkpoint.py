@@ -5,7 +5,9 @@ unbroken one.
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import Tensor
@@ -43,45 +46,29 @@ from tests.launcher.training import (
     weights,
 )
 from tests.marks import core, cores
+from zero_topo.quant.operands import DTYPES
 
 CLOSE = {"fp32": 1e-6, "bf16": 3e-3}
 
 OFFLOAD: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
-Q4: dict[str, Any] = {
-    "quantize": {},
-    "sync": {"mode": "quantized"},
-}
 OKTOPK = {"mode": "oktopk", "tau_prime": 4, "sharded": True, "density": 0.1}
-RADIUS = {"mode": "radius", "density": 0.25, "interval": 4}
 SCAPE = {"mode": "scape", "density": 0.1, "warmup": 5}
-CODES: dict[str, Any] = {"quantize": {"resident": "int8"}}
-WIDE = replace(job(block("topo", **CODES), "bf16"), model=partial(net, 64), steps=6)
+QUANTIZED = block("topo", quantize={}, sync={"mode": "quantized"})
+CODES = job(block("topo", quantize={"resident": "int8"}), "bf16")
 RESUMED: dict[str, Job] = {
-    "codes": WIDE,
-    "codes_whole": WIDE.under(
-        block("topo", weights="rank", secondary=None, optimizer="node", **CODES)
-    ),
+    "codes": replace(CODES, model=partial(net, 64), steps=6),
     "topo_offload": job(block("topo", quantize={}), "bf16", **OFFLOAD),
     "zero++": job(block("zero++", quantize={}), pipeline_loading_checkpoint=True),
-    "hsdp_bf16": job(block("hsdp"), "bf16"),
-    "hsdp_offload": job(block("hsdp"), **OFFLOAD),
-    "quantized": job(block("topo", **Q4), "bf16"),
-    "quantized_replicated": job(block("topo", optimizer="node", **Q4)),
-    "oktopk": job(block("topo", sync=OKTOPK), "bf16"),
-    "radius": replace(job(block("topo", optimizer="node", sync=RADIUS), "bf16"), steps=6),
+    "quantized": job(QUANTIZED, "bf16"),
     "scape": replace(job(block("topo", optimizer="node", sync=SCAPE), "bf16", **OFFLOAD), steps=5),
     "aged": replace(job(block("topo", sync=OKTOPK), "bf16", **OFFLOAD), steps=6),
-    "aged_replicated": replace(
-        job(block("topo", optimizer="node", sync={"mode": "oktopk", "density": 0.1})), steps=6
-    ),
 }
-"""DeepSpeed's masters and ours, next to the weights and offloaded; a captured secondary, published
-differences, what each kind of sync has not sent in the middle of its interval; files in either
-precision.
+"""DeepSpeed's masters and ours, next to the weights and offloaded; a captured secondary, what sync
+has not sent in the middle of its interval; files in either precision. That each mode and plan
+resumes is a property of the phases (`tests/ranks/test_phases.py`).
 """
 RESUMED["scape"].ds.update(ADAMS)
-for name in ("aged", "aged_replicated"):
-    RESUMED[name].ds.update(AGED)
+RESUMED["aged"].ds.update(AGED)
 
 
 @pytest.fixture(scope="module")
@@ -102,18 +89,31 @@ def saved_by_stock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callabl
 
 
 @pytest.mark.parametrize(
-    ("scheme", "dtype"),
-    [core("topo", "bf16"), ("topo", "fp32"), ("hsdp", "bf16"), ("hsdp", "fp32")],
+    ("zero_topo", "dtype", "close"),
+    [
+        core(block("zero++"), "fp32", 1e-6),
+        (block("topo"), "bf16", 3e-3),
+        (block("hsdp"), "fp32", 1e-6),
+        (QUANTIZED, "bf16", 0.02),
+    ],
+    ids=["zero++", "topo", "hsdp", "quantized"],
 )
-def test_stock_zero3_goes_on_from_our_checkpoint(
-    scheme: str, dtype: str, shared_path: Path, saved_by_stock: Callable[[str], Saved]
+def test_checkpoints_are_exchanged_with_stock_zero3(
+    zero_topo: dict[str, Any],
+    dtype: str,
+    close: float,
+    shared_path: Path,
+    saved_by_stock: Callable[[str], Saved],
 ) -> None:
-    """Stock loads the very weights we saved, and trains on as our run did."""
-    saved = save(job(block(scheme), dtype), shared_path)
-    with loaded(job(None, dtype), shared_path) as engine:
-        assert_same_bits(weights(engine), saved.weights)
-        losses = advance(saved.job, engine, SAVED_AT, saved.job.steps)
-    assert largest_difference(losses, saved.losses) <= CLOSE[dtype]
+    """Each loads the very weights that the other saved, and trains on as the other did; what sync
+    has not sent is ours alone.
+    """
+    ours = save(job(zero_topo, dtype), shared_path)
+    for saved, other in ((ours, None), (saved_by_stock(dtype), zero_topo)):
+        with loaded(job(other, dtype), saved.path) as engine:
+            assert_same_bits(weights(engine), saved.weights)
+            losses = advance(saved.job, engine, SAVED_AT, saved.job.steps)
+        assert largest_difference(losses, saved.losses) <= close
 
 
 @pytest.mark.parametrize("name", cores(("codes", "zero++", "aged"), RESUMED))
@@ -122,9 +122,15 @@ def test_a_resumed_run_repeats_the_unbroken_one(
 ) -> None:
     """Bit for bit, quantized or not, from files whose every tensor has the type, shape and size
     that stock's has.
+
+    The engine has trained: its secondary copies and optimizer states go, as do gradients on which
+    it has not stepped.
     """
     saved = save(RESUMED[name], shared_path)
-    with loaded(saved.job, shared_path) as engine:
+    with running(saved.job) as engine:
+        advance(saved.job, engine, 10, 12)
+        engine.backward(mse(engine, *batch(12, 0, DTYPES[saved.job.dtype])))
+        engine.load_checkpoint(str(shared_path))
         assert_same_bits(weights(engine), saved.weights)
         residual = engine.optimizer.topo.gradients.state_dict().get("residual")
         assert residual is None or residual.any()
@@ -134,40 +140,10 @@ def test_a_resumed_run_repeats_the_unbroken_one(
 
 
 @pytest.mark.parametrize(
-    ("scheme", "dtype"),
-    [core("zero++", "fp32"), ("topo", "bf16"), ("hsdp", "fp32"), ("hsdp", "bf16")],
-)
-def test_a_stock_checkpoint_goes_on_under_a_block(
-    scheme: str, dtype: str, saved_by_stock: Callable[[str], Saved]
-) -> None:
-    """A run begun with stock ZeRO-3 goes on as stock's own does."""
-    saved = saved_by_stock(dtype)
-    with loaded(job(block(scheme), dtype), saved.path) as engine:
-        assert_same_bits(weights(engine), saved.weights)
-        losses = advance(saved.job, engine, SAVED_AT, saved.job.steps)
-    assert largest_difference(losses, saved.losses) <= CLOSE[dtype]
-
-
-@pytest.mark.parametrize("scheme", [core("topo"), "zero++"])
-def test_a_load_replaces_all_an_engine_holds(scheme: str, shared_path: Path) -> None:
-    """Secondary copies and optimizer states of an engine that has trained, gradients it has not
-    stepped on: all go.
-    """
-    saved = save(job(block(scheme, quantize={})), shared_path)
-    with running(saved.job) as engine:
-        advance(saved.job, engine, 10, 12)
-        engine.backward(mse(engine, *batch(12, 0, torch.float32)))
-        engine.load_checkpoint(str(shared_path))
-        assert advance(saved.job, engine, SAVED_AT, saved.job.steps) == saved.losses
-
-
-@pytest.mark.parametrize(
     ("options", "dtype"),
     [
         ({"load_optimizer_states": False}, "fp32"),
-        ({"load_optimizer_states": False}, "bf16"),
-        ({"load_module_only": True, "load_optimizer_states": False}, "fp32"),
-        core({"load_module_only": True}, "bf16"),
+        ({"load_module_only": True}, "bf16"),
     ],
     ids=str,
 )
@@ -186,12 +162,8 @@ def test_a_partial_load_does_what_stock_does(
         assert largest_difference(mine, theirs) <= CLOSE[dtype], scheme
 
 
-@pytest.mark.parametrize(
-    "options", [core({"load_optimizer_states": False}), {"load_module_only": True}], ids=str
-)
-def test_weights_alone_are_those_of_the_named_tag(
-    options: dict[str, bool], shared_path: Path
-) -> None:
+@pytest.mark.core
+def test_weights_alone_are_those_of_the_named_tag(shared_path: Path) -> None:
     """On every rank, and not of the latest, as in stock."""
     run = job(block("hsdp"), "bf16")
     with running(run) as engine:
@@ -201,19 +173,18 @@ def test_weights_alone_are_those_of_the_named_tag(
         advance(run, engine, SAVED_AT, STEPS)
         engine.save_checkpoint(str(shared_path), tag="second")
         second = weights(engine)
-    for tag, expected in (dict[str, Any](tag="first"), first), (dict[str, Any](), second):
-        with loaded(run, shared_path, **options, **tag) as engine:
+    tags: tuple[dict[str, Any], ...] = ({"tag": "first"}, {})
+    for tag, expected in zip(tags, (first, second), strict=True):
+        with loaded(run, shared_path, load_optimizer_states=False, **tag) as engine:
             assert_same_bits(weights(engine), expected)
 
 
-@pytest.mark.parametrize(
-    ("scheme", "dtype"), [core("topo", "bf16"), ("topo", "fp32"), ("hsdp", "bf16")]
-)
-def test_exports_hold_the_weights_and_masters(scheme: str, dtype: str, shared_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [core("bf16"), "fp32"])
+def test_exports_hold_the_weights_and_masters(dtype: str, shared_path: Path) -> None:
     """`zero_to_fp32` gives the masters, `save_16bit_model` the gathered weights, both bit for
     bit.
     """
-    run = job(block(scheme, quantize={}), dtype, stage3_gather_16bit_weights_on_model_save=True)
+    run = job(QUANTIZED, dtype, stage3_gather_16bit_weights_on_model_save=True)
     with running(run) as engine:
         advance(run, engine, 0, SAVED_AT)
         engine.save_checkpoint(str(shared_path))
@@ -223,9 +194,7 @@ def test_exports_hold_the_weights_and_masters(scheme: str, dtype: str, shared_pa
     converted = get_fp32_state_dict_from_zero_checkpoint(str(shared_path))
     assert_same_bits(converted, masters)
     half = torch.load(shared_path / "pytorch_model.bin")
-    assert {tensor.dtype for tensor in half.values()} == {
-        torch.float32 if dtype == "fp32" else torch.bfloat16
-    }
+    assert {tensor.dtype for tensor in half.values()} == {DTYPES[dtype]}
     assert_same_bits(half, gathered)
 
 
@@ -234,3 +203,48 @@ def full_masters(engine: Any) -> dict[str, Tensor]:
     whole = weights(engine)
     trained = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
     return {**whole, **{name: safe_get_full_fp32_param(p).clone() for name, p in trained.items()}}
+
+
+FULL_AT = 1000  # bytes of a file
+UNLUCKY = 1
+
+
+@contextmanager
+def full_disk(rank: int) -> Iterator[None]:
+    """Files of one rank end after some bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == UNLUCKY:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_AT, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def whole(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder, when all ranks have come here. Collective."""
+    dist.barrier()
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    found = {str(path.relative_to(folder)): path.read_bytes() for path in files}
+    dist.barrier()
+    return found
+
+
+def test_a_full_disk_costs_one_checkpoint(rank: int, shared_path: Path) -> None:
+    """Every rank reads whose file and what to do; the same tag's older files stay; training goes on
+    bit for bit.
+    """
+    run = job(block("topo", quantize={}), "bf16")
+    with running(run) as engine:
+        undisturbed = advance(run, engine, 0, run.steps)
+    with running(run) as engine:
+        losses = advance(run, engine, 0, 2)
+        engine.save_checkpoint(str(shared_path), tag="good")
+        before = whole(shared_path)
+        assert before["latest"] == b"good"
+        for tag in ("good", "bad"):
+            said = rf"rank {UNLUCKY} of host .*/{tag}/.*_{UNLUCKY}_.*delete older"
+            with full_disk(rank), pytest.raises(OSError, match=said):
+                engine.save_checkpoint(str(shared_path), tag=tag)
+            assert whole(shared_path) == before and not (shared_path / "bad").exists()
+        assert losses + advance(run, engine, 2, run.steps) == undisturbed

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import deepspeed
@@ -21,22 +20,22 @@ from torch import Tensor, nn
 from tests.device import DEVICE
 from tests.launcher import training
 from tests.launcher.checkpoints import poison
-from tests.launcher.feature_jobs import matrices_and_vectors, with_states, zero
+from tests.launcher.features import matrices_and_vectors, with_states, zero
 from tests.launcher.models import SMALL
-from tests.launcher.parity import Result, assert_equal, run
 from tests.launcher.training import (
     EMULATED,
-    PLAIN,
     Job,
     Net,
+    assert_equal,
     batch,
     block,
     ds_config,
     mse,
+    run,
     running,
     train,
 )
-from tests.marks import core, late, often
+from tests.marks import core
 
 
 def poisoned_groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -50,7 +49,7 @@ def poisoned_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("scheme", "dtype"),
-    [("topo", "bf16"), ("zero++", "fp32"), ("topo", "fp32"), ("zero++", "bf16")],
+    [("topo", "bf16"), ("zero++", "fp32")],
 )
 def test_garbage_at_the_start_does_no_harm(scheme: str, dtype: str) -> None:
     """What memory stored beyond the end of a parameter that `zero.Init` partitioned is not
@@ -64,11 +63,6 @@ def test_garbage_at_the_start_does_no_harm(scheme: str, dtype: str) -> None:
 # -- the caller's hands on BF16 weights, masters and states; in FP32 `tests/launcher/test_matrix.py`
 
 
-@cache
-def stock_with_states(dtype: str) -> Result:
-    return with_states(None, dtype)
-
-
 @pytest.mark.parametrize(
     ("scheme", "dtype"), [core("topo", "bf16"), ("hsdp", "bf16"), ("topo", "fp32")]
 )
@@ -79,11 +73,11 @@ def test_access_to_gradients_masters_and_states(
     the masters.
     """
     with monkeypatch.context() as patch:
-        if dtype == "fp32":  # as `tests.launcher.feature_jobs.edited_masters` says
+        if dtype == "fp32":  # as `tests.launcher.features.edited_masters` says
             patch.setattr(get_accelerator(), "current_device_name", lambda: torch.device("cpu"))
         assert_equal(
             with_states(block(scheme), dtype),
-            stock_with_states(dtype),
+            with_states(None, dtype),
             1e-5 if dtype == "fp32" else 3e-2,
         )
 
@@ -138,10 +132,6 @@ def test_a_weight_read_outside_its_module_has_the_same_value_each_time(scheme: s
     assert torch.equal(losses[0], losses[1]) and torch.equal(losses[0], losses[2])
 
 
-PAIRS = [("trained", "inference"), ("init", "trained"), ("trained", "trained")]
-PAIRS += [("inference", "trained"), ("trained", "init")]
-
-
 def owned(kind: str, zero_topo: dict[str, Any] | None) -> Iterator[nn.Module]:
     """A model of an engine, of one without an optimizer, or of none; taken apart at the end."""
     job = Job(zero_topo=zero_topo, zero_init=True)
@@ -156,16 +146,15 @@ def owned(kind: str, zero_topo: dict[str, Any] | None) -> Iterator[nn.Module]:
         yield engine
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("quantize", [{}, late(PLAIN)], ids=["codes", "plain"])
-@pytest.mark.parametrize("kinds", often(PAIRS[:1], PAIRS))
-def test_an_edit_of_parameters_of_two_models_reaches_both(
-    kinds: tuple[str, str], quantize: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize(
+    "kinds",
+    [core(("trained", "inference")), ("init", "trained"), ("trained", "init")],
+)
+def test_an_edit_of_parameters_of_two_models_reaches_both(kinds: tuple[str, str]) -> None:
     """DeepSpeed calls the methods of the first parameter for all, whichever model was built
     first.
     """
-    zero_topo = block("topo", quantize=quantize)
+    zero_topo = block("topo", quantize={})
     models = [owned(kind, zero_topo) for kind in kinds]
     both = [next(model) for model in models]
     params: list[Any] = [param for model in both for param in model.parameters()]
@@ -190,30 +179,19 @@ def test_an_edit_of_parameters_of_two_models_reaches_both(
         next(ends, None)
 
 
-@pytest.mark.parametrize("zero_init", [True, False])
-def test_an_engine_without_an_optimizer_may_hold_its_parameters_on_the_host(
-    zero_init: bool,
-) -> None:
+def test_an_engine_without_an_optimizer_may_hold_its_parameters_on_the_host() -> None:
     """Unmodified DeepSpeed gathers them. With an optimizer the same config trains on the device.
 
     So it does with stock's other ways to gather and reduce: DeepSpeed would all-reduce past our
     reduce-scatter.
     """
-    job = Job(
-        zero_topo=block("topo"),
-        steps=4,
-        ds={"zero_optimization": {"offload_param": {"device": "cpu"}}},
-    )
+    host = {"offload_param": {"device": "cpu"}}
+    job = Job(zero_topo=block("topo"), steps=4, zero_init=True)
     x, _ = batch(0, 0, torch.float32)
-    engine = training.without_optimizer(replace(job, zero_init=zero_init))
-    assert {param.ds_tensor.device.type for param in engine.parameters()} == {"cpu"}
-    torch.manual_seed(0)
-    with torch.no_grad():
-        assert torch.equal(engine(x.to(DEVICE)), Net().to(DEVICE)(x.to(DEVICE)))
-    engine.destroy()
-    plain = Job(zero_topo=block("topo"), steps=4, zero_init=zero_init)
-    job.ds["zero_optimization"] |= {
-        "reduce_scatter": False,
-        "stage3_use_all_reduce_for_fetch_params": True,
-    }
-    assert train(replace(job, zero_init=zero_init)) == train(plain)
+    with running(replace(job, ds=zero(**host)), training.without_optimizer) as engine:
+        assert {param.ds_tensor.device.type for param in engine.parameters()} == {"cpu"}
+        torch.manual_seed(0)
+        with torch.no_grad():
+            assert torch.equal(engine(x.to(DEVICE)), Net().to(DEVICE)(x.to(DEVICE)))
+    ways = {"reduce_scatter": False, "stage3_use_all_reduce_for_fetch_params": True}
+    assert train(replace(job, ds=zero(**host, **ways))) == train(job)

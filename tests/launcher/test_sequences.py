@@ -20,8 +20,7 @@ from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.utils import groups
 from torch import Tensor, nn
 
-from tests.launcher.parity import Result, assert_equal, run
-from tests.launcher.training import Job, block
+from tests.launcher.training import Job, Result, assert_equal, block, run
 from tests.marks import late, often
 
 TOKENS, WIDTH, HEADS = 8, 12, 4

@@ -20,13 +20,8 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 from accelerate.state import AcceleratorState
-from accelerate.utils import (
-    DeepSpeedSequenceParallelConfig,
-    DummyOptim,
-    ParallelismConfig,
-)
+from accelerate.utils import DummyOptim
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 from transformers import (
@@ -38,7 +33,7 @@ from transformers import (
 )
 
 import zero_topo
-from tests.e2e.programs.shared import steps_of_engine
+from tests.e2e.programs.shared import BLOCKS, steps_of_engine
 from zero_topo.config.parts import ROOT
 from zero_topo.examples.data import Corpus
 from zero_topo.leaving import leave
@@ -46,11 +41,6 @@ from zero_topo.leaving import leave
 STEPS, SAVED = 20, 10
 CONTEXT = 64
 SAMPLES = 4096
-UNQUANTIZED = {
-    "topology": {"emulated": {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}},
-    "scheme": "topo",
-    "quantize": {"weights": None, "secondary": None, "gradients": None},
-}
 
 
 def join() -> None:
@@ -58,11 +48,9 @@ def join() -> None:
     deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name())
 
 
-def deepspeed_config(plain: bool) -> dict[str, Any]:
-    """A config in FP32 as Hugging Face's users write it, with "auto" where it knows the value.
-
-    Args:
-        plain: without a block, so that unmodified ZeRO-3 trains.
+def deepspeed_config(block: dict[str, Any] | None) -> dict[str, Any]:
+    """A config in FP32 as Hugging Face's users write it, with "auto" where it knows the value;
+    unmodified ZeRO-3 trains without a block.
     """
     stage3 = {
         "stage": 3,
@@ -82,7 +70,7 @@ def deepspeed_config(plain: bool) -> dict[str, Any]:
         "optimizer": {"type": "AdamW", "params": adam},
         "zero_optimization": stage3,
     }
-    return config if plain else {**config, ROOT: dict(UNQUANTIZED)}
+    return config if block is None else {**config, ROOT: block}
 
 
 def llama() -> Any:
@@ -108,12 +96,12 @@ def windows() -> list[dict[str, torch.Tensor]]:
 
 
 def train(
-    plain: bool, folder: Path, save_every: int = 0, resume: Path | None = None, lora: int = 0
+    name: str, folder: Path, save_every: int = 0, resume: Path | None = None, lora: int = 0
 ) -> dict[str, Any]:
     """Train with the Trainer.
 
     Args:
-        plain: with unmodified ZeRO-3.
+        name: of the block.
         folder: for checkpoints.
         save_every: steps between them; 0 for none.
         resume: the checkpoint to go on from.
@@ -125,7 +113,7 @@ def train(
     set_seed(0)
     arguments = TrainingArguments(
         output_dir=str(folder),
-        deepspeed=deepspeed_config(plain),
+        deepspeed=deepspeed_config(BLOCKS[name]),
         max_steps=STEPS,
         per_device_train_batch_size=4,
         learning_rate=1e-3,
@@ -181,12 +169,12 @@ class Run:
         return found
 
 
-def start(plain: bool) -> Run:
+def start(name: str) -> Run:
     """Build and prepare everything."""
     AcceleratorState._reset_state()  # an earlier run of this process had another config
     backend = get_accelerator().communication_backend_name()
     accelerator = Accelerator(
-        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=deepspeed_config(plain)),
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=deepspeed_config(BLOCKS[name])),
         # Accelerate would find none on a CPU
         kwargs_handlers=[InitProcessGroupKwargs(backend=backend)],
     )
@@ -202,9 +190,9 @@ def with_trainer(folder: Path, lora: int = 0) -> dict[str, Any]:
     """Three runs, the last from the second's checkpoint."""
     saved = folder / "topo" / f"checkpoint-{SAVED}"
     return {
-        "plain": train(True, folder / "plain", lora=lora),
-        "topo": train(False, folder / "topo", save_every=SAVED, lora=lora),
-        "resumed": train(False, folder / "again", resume=saved, lora=lora),
+        "plain": train("plain", folder / "plain", lora=lora),
+        "topo": train("topo", folder / "topo", save_every=SAVED, lora=lora),
+        "resumed": train("topo", folder / "again", resume=saved, lora=lora),
     }
 
 
@@ -212,79 +200,21 @@ def with_accelerate(folder: Path) -> dict[str, Any]:
     """Twenty steps plain; twenty with the state saved in the middle, and the last ten from there in
     a new engine.
     """
-    run = start(plain=True)
+    run = start("plain")
     plain = run.train(0, STEPS)
     run.accelerator.free_memory()
-    run = start(plain=False)
+    run = start("topo")
     losses = run.train(0, SAVED)
     run.accelerator.save_state(str(folder / "state"))
     losses += run.train(SAVED, STEPS)
     steps, saved = zero_topo.stats(run.model).steps, saved_differs(run, folder)
     run.accelerator.free_memory()
-    run = start(plain=False)
+    run = start("topo")
     torch.manual_seed(1)
     run.accelerator.load_state(str(folder / "state"))
     resumed = run.train(SAVED, STEPS)
     run.accelerator.free_memory()
     return {"plain": plain, "losses": losses, "topo": steps, "saved": saved, "resumed": resumed}
-
-
-def with_ulysses(folder: Path, plain: bool) -> dict[str, Any]:
-    """Ten steps of Accelerate's recipe for sequences that two ranks share; its groups are made once
-    in a process.
-    """
-    join()
-    config = deepspeed_config(plain)
-    if not plain:
-        config["zero_topo"]["topology"] = {
-            "emulated": {"nodes": 2, "gpus_per_node": 1, "gcds_per_gpu": 2}
-        }
-    shared = ParallelismConfig(
-        sp_backend="deepspeed",
-        sp_size=2,
-        dp_shard_size=dist.get_world_size() // 2,
-        sp_handler=DeepSpeedSequenceParallelConfig(
-            sp_seq_length_is_variable=True, sp_attn_implementation="sdpa"
-        ),
-    )
-    accelerator = Accelerator(
-        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
-        parallelism_config=shared,
-        kwargs_handlers=[
-            InitProcessGroupKwargs(backend=get_accelerator().communication_backend_name())
-        ],
-    )
-    set_seed(0)
-    model = llama()
-    positions = torch.arange(CONTEXT)
-    samples: Any = [{**window, "position_ids": positions} for window in windows()]
-    batches = DataLoader(samples, batch_size=1)
-    model, _, batches = accelerator.prepare(model, DummyOptim(model.parameters(), lr=1e-3), batches)
-    losses = [
-        float(_whole_loss(accelerator, model, batch))
-        for _, batch in zip(range(SAVED), batches, strict=False)
-    ]
-    return {"losses": losses, "topo": steps_of_engine(model)}
-
-
-def _whole_loss(accelerator: Accelerator, model: Any, batch: dict[str, Any]) -> torch.Tensor:
-    """A step on the mean loss of a whole sequence, and that loss, mean over ranks.
-
-    The recipe gathers the parts' losses with their gradient, which adds up the gradients that all
-    ranks of a sequence have of a part; torch cannot do that in groups of gloo, so the factor is
-    here.
-    """
-    group, labels = parallel_state_sp.get_sequence_parallel_group(), batch["shift_labels"]
-    logits = model(**{key: value for key, value in batch.items() if key != "shift_labels"}).logits
-    own = accelerator.unwrap_model(model).loss_function(
-        logits, None, shift_labels=labels, vocab_size=logits.shape[-1]
-    )
-    counted = (labels != -100).sum()
-    of_all = counted.clone()
-    dist.all_reduce(of_all, group=group)
-    loss = own * counted / of_all * dist.get_world_size(group)
-    accelerator.backward(loss)
-    return accelerator.gather(loss.detach()).mean()
 
 
 def saved_differs(run: Run, folder: Path) -> float:
@@ -305,8 +235,6 @@ def main(verb: str, folder: Path) -> None:
         "trainer": with_trainer,
         "lora": partial(with_trainer, lora=8),
         "accelerate": with_accelerate,
-        "ulysses": partial(with_ulysses, plain=False),
-        "ulysses-plain": partial(with_ulysses, plain=True),
     }
     found = programs[verb](folder)
     if dist.get_rank() == 0:

@@ -25,21 +25,48 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import zero_topo
-from tests.e2e.programs.fabric import AsCuda, OverGloo, ds_config, mean, network
 from tests.e2e.programs.shared import BLOCKS
 from zero_topo.leaving import leave
 
 EPOCHS, STEPS, MICRO_BATCHES, BATCH = 2, 10, 2, 4  # steps of an epoch
 
 
-class Cpus(AsCuda, CUDAAccelerator):
-    """Lightning's."""
+class Cpus(CUDAAccelerator):
+    """An accelerator of CPUs that passes for CUDA."""
+
+    def setup_device(self, device: torch.device) -> None: ...
 
     def setup(self, trainer: pl.Trainer) -> None: ...
 
+    def teardown(self) -> None: ...
 
-class Strategy(OverGloo, DeepSpeedStrategy):
-    """Lightning's."""
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    @staticmethod
+    def parse_devices(devices: Any) -> list[int]:
+        return list(range(int(devices)))
+
+    @staticmethod
+    def get_parallel_devices(devices: list[int]) -> list[torch.device]:
+        return [torch.device("cpu", index) for index in devices]
+
+
+class Strategy(DeepSpeedStrategy):
+    """A strategy of CPUs."""
+
+    root_device = torch.device("cpu", 0)
+
+    def _get_process_group_backend(self) -> str:
+        return "gloo"
+
+
+def ds_config(block: dict[str, Any] | None) -> dict[str, Any]:
+    """ZeRO-3 with or without a block, for an optimizer that DeepSpeed does not know."""
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "overlap_comm": False}
+    config: dict[str, Any] = {"zero_allow_untested_optimizer": True, "zero_optimization": zero}
+    return config | ({} if block is None else {"zero_topo": block})
 
 
 class Net(pl.LightningModule):
@@ -47,13 +74,16 @@ class Net(pl.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = network()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8))
         self.losses: list[float] = []
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
         x, y = batch
         loss = nn.functional.mse_loss(self.net(x), y)
-        self.losses.append(mean(loss))
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        self.losses.append(float(total) / dist.get_world_size())
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -16,38 +16,17 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
-from torch import Tensor, nn
+from torch import Tensor
 
-STEPS, MICRO_BATCHES = 5, 2
-STAGES = (1, 2, 3)
+from tests.e2e.programs import loop
 
 
 def train(stage: int) -> tuple[list[Tensor], list[Tensor]]:
     """Losses of this rank and whole weights after the last step."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(11, 37), nn.Tanh(), nn.LayerNorm(37), nn.Linear(37, 5))
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": MICRO_BATCHES,
-        "gradient_clipping": 0.5,
-        "steps_per_print": 10**9,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-    }
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=config
-    )
-    losses, generator = [], torch.Generator().manual_seed(1 + dist.get_rank())
-    for _ in range(STEPS * MICRO_BATCHES):
-        x = torch.randn(4, 11, generator=generator)
-        loss = engine(x).float().square().mean()
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.detach())
-    weights = []
-    for parameter in model.parameters():
-        with deepspeed.zero.GatheredParameters(parameter, enabled=stage == 3):
-            weights.append(parameter.detach().clone())
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    engine = loop.engine(loop.config(zero_optimization=zero))
+    losses = loop.train(engine, 0, 5)
+    weights = loop.weights(engine, stage == 3)
     engine.destroy()
     return losses, weights
 
@@ -56,7 +35,7 @@ def runs() -> dict[str, Any]:
     """What the stages compute, and whether the hook is installed."""
     return {
         "hook": getattr(DeepSpeedEngine, "_zero_topo_hook", False),
-        "runs": {s: train(s) for s in STAGES},
+        "runs": {stage: train(stage) for stage in (1, 2, 3)},
     }
 
 
@@ -72,7 +51,7 @@ def main(path: str) -> None:
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # as zero_topo.examples.process.leave, without zero_topo
+    os._exit(0)  # as zero_topo.leave, without zero_topo
 
 
 if __name__ == "__main__":

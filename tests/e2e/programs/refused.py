@@ -78,10 +78,8 @@ def odd(good: Json, rank: int) -> dict[str, Call]:
             }
         ),
         "model": lambda: engine(good, width=4 + rank),
-        "own_rate": lambda: with_optimizer(good, lr=0.5 + rank),
         "machine": lambda: engine({**good, "zero_topo": {"scheme": "zero3", "weights": 3}}),
         "hosts": lambda: on_two_hosts(good, rank),
-        "version": lambda: patch.object(torch, "__version__", f"2.13.{rank}")(engine)(good),
         "nothing": lambda: trains(
             {**good, "steps_per_print": 1 + rank, "wall_clock_breakdown": rank == 1}
         ),
@@ -93,15 +91,6 @@ def on_two_hosts(good: Json, rank: int) -> Any:
     one_node = {"nodes": 1, "gpus_per_node": int(os.environ["WORLD_SIZE"]), "ranks_per_gpu": 1}
     with patch.dict(os.environ, NCCL_HOSTID=f"host {rank}"):
         return engine({**good, "zero_topo": {"topology": one_node, "scheme": "zero3"}})
-
-
-def with_optimizer(config: Json, lr: float) -> Any:
-    """What `initialize` makes of a model and an optimizer of the script's own."""
-    model = torch.nn.Linear(4, 4)
-    config = {key: value for key, value in config.items() if key != "optimizer"}
-    return zero_topo.initialize(
-        model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=lr), config=config
-    )
 
 
 def trains(config: Json) -> float:

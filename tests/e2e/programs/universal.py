@@ -12,16 +12,18 @@ import gc
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import deepspeed
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.launcher.checkpoints import loaded, to_universal
-from tests.launcher.training import AGED, Job, advance, block, running, weights
+from tests.launcher.checkpoints import to_universal
+from tests.launcher.training import AGED, Job, advance, block, running, start, weights
 from zero_topo.cli.residuals import carry
 from zero_topo.leaving import leave
 from zero_topo.quant import spec
@@ -37,7 +39,6 @@ restored.
 """
 SMALL_SUB_GROUPS = {"zero_optimization": {"sub_group_size": 250}}
 UNIVERSAL = {**SMALL_SUB_GROUPS, "checkpoint": {"load_universal": True}}
-TREES = {"2x1x1": (2, 1, 1), "2x2x2": (2, 2, 2), "1x2x2": (1, 2, 2), "2x1x2": (2, 1, 2)}
 
 
 def batch(step: int, micro: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -52,88 +53,69 @@ def batch(step: int, micro: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def on(tree: str, scheme: str, **more: Any) -> dict[str, Any]:
     """An unquantized block on one of the machines."""
-    nodes, gpus, dies = TREES[tree]
-    return block(
-        scheme,
-        topology={"emulated": {"nodes": nodes, "gpus_per_node": gpus, "gcds_per_gpu": dies}},
-        **more,
-    )
+    names = ("nodes", "gpus_per_node", "gcds_per_gpu")
+    emulated = dict(zip(names, map(int, tree.split("x")), strict=True))
+    return block(scheme, topology={"emulated": emulated}, **more)
 
 
 def job(zero_topo: dict[str, Any] | None, ds: dict[str, Any]) -> Job:
     """The run, if sync is sparse with AgedAdamW; ranks' numbers differ only in how many
     micro-batches each takes.
     """
-    optimizer = AGED if "sync" in (zero_topo or {}) else {}
-    ds = {**ds, **optimizer}
-    return Job(
-        zero_topo=zero_topo,
-        micro_batches=MICRO_BATCHES // dist.get_world_size(),
-        ds=ds,
-        batch=batch,
-    )
+    if "sync" in (zero_topo or {}):
+        ds = {**ds, **AGED}
+    micro_batches = MICRO_BATCHES // dist.get_world_size()
+    return Job(zero_topo=zero_topo, micro_batches=micro_batches, ds=ds, batch=batch)
 
 
-def resumed(
-    directory: Path,
+def run(
     zero_topo: dict[str, Any] | None,
     ds: dict[str, Any] = UNIVERSAL,
+    source: Path | None = None,
     then: Path | None = None,
+    steps: tuple[int, int] = (0, 0),
     **options: Any,
 ) -> dict[str, Any]:
-    """Take a checkpoint up from other random weights, train this number of ranks' steps, and
-    perhaps save it.
+    """Train this number of ranks' steps.
+
+    Args:
+        zero_topo: the block.
+        ds: keys of the DeepSpeed config.
+        source: the checkpoint from which to go on, in an engine of other random weights.
+        then: where to save and convert the run.
+        steps: others than those of this number of ranks.
+        options: of the load.
+
+    Returns:
+        Losses, and how far weights right after the load are from those saved.
     """
-    run, saved = job(zero_topo, ds), torch.load(directory / "weights.pt")
-    with loaded(run, directory, **options) as engine:
-        different = {
-            name: float((saved[name] - tensor).abs().max())
-            for name, tensor in weights(engine).items()
-        }
-        return {"different": different, "losses": advanced(run, engine, STEPS[sys.argv[1]], then)}
-
-
-def advanced(
-    run: Job, engine: Any, steps: tuple[int, int], then: Path | None, residuals: bool = False
-) -> list[float]:
-    """Losses of these steps, after which the engine may be saved and converted."""
-    losses = advance(run, engine, *steps)
-    if then:
-        convert(then, engine, residuals)
-    return losses
-
-
-def trained(
-    run: Job, steps: tuple[int, int], then: Path | None = None, residuals: bool = False
-) -> dict[str, Any]:
-    """The same of a new engine."""
-    with running(run) as engine:
-        return {"losses": advanced(run, engine, steps, then, residuals)}
+    train = job(zero_topo, ds)
+    different = {}
+    with running(train, partial(start, seed=99 if source else 0)) as engine:
+        if source:
+            engine.load_checkpoint(str(source), **options)
+            saved = torch.load(source / "weights.pt")
+            for name, whole in weights(engine).items():
+                different[name] = float((saved[name] - whole).abs().max())
+        losses = advance(train, engine, *(steps if any(steps) else STEPS[sys.argv[1]]))
+        if then:
+            convert(then, engine, "sync" in (zero_topo or {}))
+    return {"different": different, "losses": losses}
 
 
 def refused(directory: Path) -> dict[str, Any]:
     """The checkpoint of other ranks as it is: each rank's error, and whether weights stayed."""
     with running(job(on("2x2x2", "topo"), SMALL_SUB_GROUPS)) as engine:
         before = weights(engine)
-        try:
+        with pytest.raises(ValueError, match="") as error:
             engine.load_checkpoint(str(directory), tag="half-way")
-            said = ""
-        except ValueError as error:
-            said = str(error)
         lines = [None] * dist.get_world_size()
-        dist.all_gather_object(lines, said)
+        dist.all_gather_object(lines, str(error.value))
         after = weights(engine)
     return {"lines": lines, "kept": all(torch.equal(before[name], after[name]) for name in after)}
 
 
-def begun(directory: Path, **more: Any) -> dict[str, Any]:
-    """Train on two ranks under ``topo``, save and convert."""
-    return trained(
-        job(on("2x1x1", "topo", **more), SMALL_SUB_GROUPS), STEPS["two"], directory, "sync" in more
-    )
-
-
-def convert(directory: Path, engine: Any, residuals: bool = False) -> None:
+def convert(directory: Path, engine: Any, residuals: bool) -> None:
     """Save, have DeepSpeed make a universal checkpoint of it, and add the residuals of sync if
     there are any.
     """
@@ -152,38 +134,37 @@ def two(directory: Path) -> dict[str, Any]:
     """The run that is to be equalled, the one to be taken up, and one whose sync stores
     residuals.
     """
-    unbroken = trained(job(None, SMALL_SUB_GROUPS), (0, STEPS["four"][1]))
-    results = {"unbroken": unbroken, "topo": begun(directory / "two/dense")}
-    begun(directory / "two/sparse", sync=SPARSE)
-    # on the same ranks, from the ordinary checkpoint: each rank gets its own residual back
-    run = job(on("2x1x1", "topo", sync=ALL_OF_IT), SMALL_SUB_GROUPS)
-    with loaded(run, directory / "two/sparse", tag="half-way") as engine:
-        results["sends all"] = {"losses": advance(run, engine, *STEPS["eight"])}
-    return results
+    dense, sparse = directory / "two/dense", directory / "two/sparse"
+    run(on("2x1x1", "topo"), SMALL_SUB_GROUPS, then=dense)
+    run(on("2x1x1", "topo", sync=SPARSE), SMALL_SUB_GROUPS, then=sparse)
+    all_of_it = on("2x1x1", "topo", sync=ALL_OF_IT)
+    return {
+        "unbroken": run(None, SMALL_SUB_GROUPS, steps=(0, STEPS["four"][1])),
+        # on the same ranks, from the ordinary checkpoint: each rank gets its own residual back
+        "sends all": run(all_of_it, SMALL_SUB_GROUPS, sparse, steps=STEPS["eight"], tag="half-way"),
+    }
 
 
 def eight(directory: Path) -> dict[str, Any]:
-    """What two ranks left, under several schemes on three levels; two of them go on to four
-    ranks.
-    """
-    source, sparse = directory / "two/dense", directory / "two/sparse"
-    results = {"topo": resumed(source, on("2x2x2", "topo"), then=directory / "eight/dense")}
-    results["refused"] = refused(source)
-    results["sends all"] = resumed(sparse, on("2x2x2", "topo", sync=ALL_OF_IT))
-    return results
+    """What two ranks left, on three levels; one run goes on to four ranks."""
+    dense, sparse = directory / "two/dense", directory / "two/sparse"
+    return {
+        "topo": run(on("2x2x2", "topo"), source=dense, then=directory / "eight/dense"),
+        "refused": refused(dense),
+        "sends all": run(on("2x2x2", "topo", sync=ALL_OF_IT), source=sparse),
+    }
 
 
 def four(directory: Path) -> dict[str, Any]:
     """What eight ranks left; the last two without optimizer states."""
     source = directory / "eight/dense"
+    hsdp = on("2x1x2", "hsdp")
     stock: dict[str, Any] = {"checkpoint": {"load_universal": True}}
-    weights_only: dict[str, Any] = {"load_optimizer_states": False}
     return {
-        "topo": resumed(source, on("1x2x2", "topo")),
-        "hsdp": resumed(source, on("2x1x2", "hsdp")),
-        "stock": resumed(source, None, stock),
-        "hsdp_weights_only": resumed(source, on("2x1x2", "hsdp"), stock, **weights_only),
-        "stock_weights_only": resumed(source, None, stock, **weights_only),
+        "hsdp": run(hsdp, source=source),
+        "stock": run(None, stock, source),
+        "hsdp_weights_only": run(hsdp, stock, source, load_optimizer_states=False),
+        "stock_weights_only": run(None, stock, source, load_optimizer_states=False),
     }
 
 
