@@ -47,10 +47,3 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="ranks of DeepSpeed's launcher, not forked ones",
     )
-    group.addoption(
-        "--launcher-timeout",
-        type=float,
-        default=3000.0,
-        metavar="S",
-        help="seconds of the whole launch (default 3000)",
-    )

@@ -21,11 +21,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from tests.forking import Forked
 
@@ -61,7 +61,6 @@ class LaunchSettings:
         env: variables added to the environment of every rank.
         forked: ranks are forked of a process that has imported DeepSpeed and zero_topo, not started
             by the launcher.
-        on_text: called with new text of rank 0's log while the launch runs.
     """
 
     log_dir: Path
@@ -70,7 +69,6 @@ class LaunchSettings:
     module: bool = False
     env: Mapping[str, str] = field(default_factory=dict)
     forked: bool = False
-    on_text: Callable[[str], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -129,7 +127,7 @@ def launch(command: Sequence[str], settings: LaunchSettings) -> Launch:
     start, port = time.monotonic(), free_port()
     process = (_forked if settings.forked else _launched)(command, settings, port)
     try:
-        timed_out = _watch(process, settings, start + settings.timeout_s)
+        timed_out = _watch(process, start + settings.timeout_s)
     finally:
         _end(process)
         _free_shared_memory(port)
@@ -205,23 +203,13 @@ def _no_core_files() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _watch(process: Process, settings: LaunchSettings, deadline: float) -> bool:
-    """Follows rank 0's log until the launch ends (False) or the deadline passes (True)."""
-    log: IO[str] | None = None
-    try:
-        while True:
-            ended = process.poll() is not None
-            if log is None and settings.on_text:
-                found = sorted(settings.log_dir.glob("*_rank0.log"))
-                log = open(found[0], errors="replace") if found else None  # noqa: SIM115 (closed below)
-            if log is not None and settings.on_text and (text := log.read()):
-                settings.on_text(text)
-            if ended or time.monotonic() > deadline:
-                return not ended
-            time.sleep(0.1)
-    finally:
-        if log is not None:
-            log.close()
+def _watch(process: Process, deadline: float) -> bool:
+    """Wait until the launch ends (False) or the deadline passes (True)."""
+    while process.poll() is None:
+        if time.monotonic() > deadline:
+            return True
+        time.sleep(0.1)
+    return False
 
 
 def _end(process: Process) -> None:

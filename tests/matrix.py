@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.records import commit
 from tests.launching import ROOT, LaunchSettings
-from tests.suite import CELLS_VARIABLE, SuiteRun, run_suite, show, trouble
+from tests.suite import CELLS_VARIABLE, SuiteRun, run_suite, trouble
 from zero_topo.versions import used
 
 RECORD = ROOT / "tests/data/features.json"
@@ -38,9 +38,7 @@ def main(part: str = "") -> int:
     with tempfile.TemporaryDirectory(prefix="zero-topo-matrix-") as name:
         cells = Path(name) / "cells.jsonl"
         env = {CELLS_VARIABLE: str(cells)}
-        settings = LaunchSettings(
-            Path(name) / "launch", RANKS, TIMEOUT_S, env=env, forked=True, on_text=show
-        )
+        settings = LaunchSettings(Path(name) / "launch", RANKS, TIMEOUT_S, env=env, forked=True)
         words = (
             f"test_feature_under_scheme and ({' and '.join(part.split())})"
             if part

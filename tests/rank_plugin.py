@@ -106,13 +106,12 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Rank 0 tells whoever started the launch how each phase ended."""
     text = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
-    xfailed = hasattr(report, "wasxfail")
     _report(
         {
             "event": "phase",
             "test": report.nodeid,
             "phase": report.when,
-            "outcome": "xfailed" if xfailed and report.skipped else report.outcome,
+            "outcome": report.outcome,
             "seconds": report.duration,
             "text": text,
         }
@@ -189,9 +188,7 @@ def _together(item: pytest.Item, phase: str) -> Generator[None, Any, Any]:
 def _outcome(error: BaseException | None) -> Outcome:
     if error is None:
         return Outcome("passed")
-    kind = (
-        "skipped" if isinstance(error, pytest.skip.Exception | pytest.xfail.Exception) else "failed"
-    )
+    kind = "skipped" if isinstance(error, pytest.skip.Exception) else "failed"
     return Outcome(kind, "".join(traceback.format_exception(error))[-6000:])
 
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,9 +20,7 @@ TEST_TIMEOUT_S = 240.0
 
 @dataclass(frozen=True)
 class SuiteTest:
-    """How a test ended on rank 0, which every rank shares: "passed", "skipped", "xfailed" or
-    "failed".
-    """
+    """How a test ended on rank 0, which every rank shares: "passed", "skipped" or "failed"."""
 
     name: str
     outcome: str
@@ -52,22 +49,10 @@ def run_suite(arguments: Sequence[str], settings: LaunchSettings) -> SuiteRun:
         "ZERO_TOPO_LAUNCH_REPORT": str(report),
         "ZERO_TOPO_LAUNCH_DIR": str(settings.log_dir / "tmp"),
     }
-    options = [
-        "-v",
-        "-p",
-        "tests.rank_plugin",
-        "-p",
-        "no:cacheprovider",
-        "--durations=8",
-        "--durations-min=5",
-    ]
-    options += [
-        "-o",
-        f"faulthandler_timeout={TEST_TIMEOUT_S}",
-        "-o",
-        "faulthandler_exit_on_timeout=true",
-    ]
-    options += ["--color=no", *arguments]
+    options = ["-v", "--color=no", "--durations=8", "--durations-min=5"]
+    options += ["-p", "tests.rank_plugin", "-p", "no:cacheprovider"]
+    options += ["-o", f"faulthandler_timeout={TEST_TIMEOUT_S}"]
+    options += ["-o", "faulthandler_exit_on_timeout=true", *arguments]
     done = launch(
         ["pytest", *options], replace(settings, module=True, env={**variables, **settings.env})
     )
@@ -86,12 +71,6 @@ def trouble(run: SuiteRun) -> str:
     elif launch.returncode != 0 and all(test.outcome != "failed" for test in run.tests):
         said = f"the launch ended with exit code {launch.returncode}"
     return said and f"{said}\n{launch.tails()}"
-
-
-def show(text: str) -> None:
-    """Write text of rank 0's log to the terminal as it comes."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 def _read(done: Launch, report: Path) -> SuiteRun:
@@ -116,14 +95,10 @@ def _ended(phases: list[dict[str, object]]) -> bool:
 
 
 def _test(name: str, phases: list[dict[str, object]]) -> SuiteTest:
-    """One test from its phases: failed if any failed, else skipped or xfailed if any was, else
-    passed.
-    """
+    """One test from its phases: failed if any failed, else skipped if any was, else passed."""
     seconds = sum(float(str(phase["seconds"])) for phase in phases)
-    for outcome in ("failed", "xfailed", "skipped"):
-        found = [phase for phase in phases if phase["outcome"] == outcome]
+    for outcome in ("failed", "skipped"):
+        found = [str(phase["text"]) for phase in phases if phase["outcome"] == outcome]
         if found:
-            return SuiteTest(
-                name, outcome, "\n".join(str(phase["text"]) for phase in found), seconds
-            )
+            return SuiteTest(name, outcome, "\n".join(found), seconds)
     return SuiteTest(name, "passed", "", seconds)

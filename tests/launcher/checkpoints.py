@@ -9,6 +9,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from deepspeed.checkpoint import ds_to_universal
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from tests.launcher.training import Job, Net, Result, advance, close, running, start, weights
+from tests.launcher.training import Job, Net, Result, advance, running, start, weights
 
 SAVED_AT = 2
 STEPS = 4
@@ -72,66 +73,47 @@ class Saved:
         path: the directory given to ``save_checkpoint``.
         losses: of the steps after the save.
         weights: whole weights by name, when it was saved.
+        result: of all steps.
     """
 
     job: Job
     path: Path
     losses: list[float]
     weights: dict[str, Tensor]
+    result: Result
 
 
 def save(run: Job, path: Path) -> Saved:
     """Train, save into ``path``, train on. Collective."""
-    engine = start(run)
-    try:
-        advance(run, engine, 0, SAVED_AT)
+    with running(run) as engine:
+        before = advance(run, engine, 0, SAVED_AT)
         engine.save_checkpoint(str(path), tag=TAG, client_state={"note": "from the test"})
         kept = weights(engine)
-        return Saved(run, path, advance(run, engine, SAVED_AT, run.steps), kept)
-    finally:
-        close(engine)
+        losses = advance(run, engine, SAVED_AT, run.steps)
+        result = Result(before + losses, weights(engine), run.seen)
+    return Saved(run, path, losses, kept, result)
 
 
-def run_and_save(run: Job, path: Path) -> Result:
-    """Train a job without a pause, and save it half-way into ``path``. Collective."""
-    with running(run) as engine:
-        losses = advance(run, engine, 0, SAVED_AT)
-        engine.save_checkpoint(str(path), tag=TAG)
-        losses += advance(run, engine, SAVED_AT, run.steps)
-        return Result(losses, weights(engine), run.seen)
-
-
-def resume_both(run: Job, own: tuple[Path, Result], stocks: tuple[Path, Result]) -> Any:
-    """Resume a run from its own checkpoint, to the bit, and then in the same engine from one of
-    stock DeepSpeed.
-
-    Args:
-        run: the job.
-        own: the directory of its checkpoint, and the run that wrote it.
-        stocks: the same of a run of stock DeepSpeed.
-
-    Returns:
-        The engine, still open.
+def resume_both(run: Job, own: Saved, stocks: Saved) -> Any:
+    """Resume a run from its own checkpoint, to the bit, and then in the same engine from that of
+    stock DeepSpeed. Return the engine, still open.
     """
     engine = start(run, 99)
-    engine.load_checkpoint(str(own[0]))
-    assert advance(run, engine, SAVED_AT, run.steps) == own[1].losses[SAVED_AT:]
-    engine.load_checkpoint(str(stocks[0]))
+    engine.load_checkpoint(str(own.path))
+    assert advance(run, engine, SAVED_AT, run.steps) == own.losses
+    engine.load_checkpoint(str(stocks.path))
     found = advance(run, engine, SAVED_AT, run.steps)
-    torch.testing.assert_close(found, stocks[1].losses[SAVED_AT:], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found, stocks.losses, rtol=1e-6, atol=1e-6)
     return engine
 
 
 @contextmanager
-def loaded(run: Job, path: Path, seed: int = 99, **options: Any) -> Iterator[Any]:
+def loaded(run: Job, path: Path, **options: Any) -> Iterator[Any]:
     """An engine built from other random weights that has loaded the checkpoint. Collective."""
-    engine = start(run, seed)
-    try:
+    with running(run, partial(start, seed=99)) as engine:
         found, _ = engine.load_checkpoint(str(path), **options)
         assert found is not None
         yield engine
-    finally:
-        close(engine)
 
 
 def resume(run: Job, path: Path, **options: Any) -> list[float]:
@@ -154,30 +136,23 @@ def assert_same_bits(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None
 
 def files_of(path: Path, rank: int) -> dict[str, dict[str, str]]:
     """What a rank saved: file name -> place in it -> type, shape and size of what lies there."""
-    found = sorted((path / TAG).glob(f"*zero_pp_rank_{rank}_*.pt"))
-    return {file.name: contents(torch.load(file, weights_only=False)) for file in found}
-
-
-def contents(state: dict[str, Any]) -> dict[str, str]:
-    """Place in a saved state -> type, shape and bytes in the file, but for the config that ran."""
-    state = {key: value for key, value in state.items() if key not in ("ds_config", "ds_version")}
-    return {keystr(place): describe(value) for place, value in tree_flatten_with_path(state)[0]}
+    found = {}
+    for file in sorted((path / TAG).glob(f"*zero_pp_rank_{rank}_*.pt")):
+        state = torch.load(file, weights_only=False)
+        kept = {key: state[key] for key in state if key not in ("ds_config", "ds_version")}
+        leaves = tree_flatten_with_path(kept)[0]
+        found[file.name] = {keystr(place): describe(value) for place, value in leaves}
+    return found
 
 
 def describe(value: Any) -> str:
     """Type of a leaf; for a tensor also dtype, shape, and the bytes its storage takes in the
     file.
     """
-    if not isinstance(value, Tensor):
-        return (
-            f"{type(value).__name__} {value}"
-            if isinstance(value, torch.Size | str)
-            else type(value).__name__
-        )
-    return (
-        f"{type(value).__name__} {value.dtype} {tuple(value.shape)} in "
-        f"{value.untyped_storage().nbytes()} bytes"
-    )
+    kind = type(value).__name__
+    if isinstance(value, Tensor):
+        return f"{kind} {value.dtype} {value.shape} {value.untyped_storage().nbytes()} bytes"
+    return f"{kind} {value}" if isinstance(value, torch.Size | str) else kind
 
 
 def to_universal(saved: Path, universal: Path) -> None:

@@ -22,11 +22,12 @@ def listed(model: nn.Module, reversed_on: tuple[int, ...] = ()) -> list[dict[str
     """Two groups, the second of equal shapes, which some ranks list from its end."""
     assert isinstance(model, Net)
     blocks = list(model.blocks.parameters())
-    kinds = [blocks[1::4], blocks[0::4], blocks[2::4], blocks[3::4]]
+    matrices = blocks[2::4]
+    kinds = [blocks[1::4], blocks[0::4], blocks[3::4]]
     if dist.get_rank() in reversed_on:
         kinds = [list(reversed(kind)) for kind in kinds]
     ends = [*model.inp.parameters(), *model.out.parameters()]
-    return [{"params": ends, "lr": 2e-2}, {"params": [*chain(*kinds)], "weight_decay": 0.0}]
+    return [{"params": ends, "lr": 2e-2}, {"params": [*chain(*kinds), *matrices], "weight_decay": 0.0}]
 
 
 @pytest.mark.parametrize("scheme", [core("topo"), "zero++", "hsdp"])

@@ -19,12 +19,11 @@ import torch.distributed as dist
 import zero_topo
 from benchmarks.engine_groups import clean_groups
 from tests.launcher.checkpoints import (
-    SAVED_AT,
     TAG,
     assert_same_bits,
     resume,
     resume_both,
-    run_and_save,
+    save,
 )
 from tests.launcher.parallel_models import HIDDEN, Layers, Mixture, Mpu, autoep, autotp, inputs
 from tests.launcher.training import (
@@ -145,15 +144,14 @@ def test_it_trains_and_resumes_as_under_stock(name: str, scheme: str, shared_pat
         return job(zero_topo, **CASES[name])
 
     with clean_groups():
-        stock = run_and_save(split(None), shared_path / "stock")
-    mine = run_and_save(split(block(scheme)), shared_path / "own")
-    assert_equal(mine, stock, EXACT)
-    own = shared_path / "own"
-    engine = resume_both(split(block(scheme)), (own, mine), (shared_path / "stock", stock))
+        stock = save(split(None), shared_path / "stock")
+    mine = save(split(block(scheme)), shared_path / "own")
+    assert_equal(mine.result, stock.result, EXACT)
+    engine = resume_both(split(block(scheme)), mine, stock)
     tree = zero_topo.stats(engine).config.topology
     assert "far" not in name or (tree.nodes, tree.ranks_per_node) == (1, dist.get_world_size() // 2)
     if name.startswith("autotp"):
-        refuses_a_damaged_file(engine, own, CASES[name]["shared"])
+        refuses_a_damaged_file(engine, mine.path, CASES[name]["shared"])
     close(engine)
 
 
@@ -185,9 +183,9 @@ def test_quantized_runs_train_near_stock_and_resume_with_equal_bits(
     with clean_groups():
         stock = run(job(None, **CASES[name]))
     quantized = job(block("topo", quantize={}), **CASES[name])
-    mine = run_and_save(quantized, shared_path)
-    assert mine.losses == pytest.approx(stock.losses, rel=0.05)
-    assert resume(quantized, shared_path) == mine.losses[SAVED_AT:]
+    mine = save(quantized, shared_path)
+    assert mine.result.losses == pytest.approx(stock.losses, rel=0.05)
+    assert resume(quantized, shared_path) == mine.losses
 
 
 @pytest.mark.parametrize(

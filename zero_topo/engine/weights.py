@@ -280,7 +280,9 @@ class Weights:
         rows = masters
         if self.int8 is not None:
             rows = masters.to(self.own.device, torch.float32)
-        self.own[:, first : first + rows.shape[1]].copy_(rows)
+        own = self.own[:, first : first + rows.shape[1]]
+        if own.data_ptr() != rows.data_ptr():  # FP32 weights may be their own masters
+            own.copy_(rows)
         self._copy_floats(param_indices, self.layout.plan.optimizer)
         self._updates.append((param_indices, rows, first))
         # `start_publish` may run on another stream, which then waits for this event.
