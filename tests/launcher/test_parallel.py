@@ -128,7 +128,12 @@ def job(
     ("name", "scheme"),
     [
         core("autotp", "topo"),
-        *((name, "topo") for name in CASES if "autotp of 4" not in name and name != "autotp"),
+        core("experts", "topo"),
+        ("mpu", "topo"),
+        ("mpu of far ranks", "topo"),
+        ("experts of 4", "topo"),
+        ("experts on the host", "topo"),
+        ("experts and autotp", "topo"),
         *((name, scheme) for name in ("mpu", "experts") for scheme in ("zero3", "hsdp")),
         *(on_eight(name, "topo") for name in CASES),
         *(on_eight(name, "hsdp") for name in ("autotp", "experts")),
