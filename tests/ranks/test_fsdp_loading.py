@@ -135,7 +135,9 @@ def moved(rank: int, folder: Path, block: Any, how: Any, saves: bool) -> Moved:
     residual = torch.zeros(())
     if saves:
         dcp.save(state, checkpoint_id=folder)
-        entries: Any = states if how else states["state"]["out.weight"]
+        entries: Any = states
+        if not how:
+            entries = entries["state"]["out.weight"]
         prefix = "state.out.weight." if how else ""
         residual = whole(entries[f"{prefix}zero_topo_residual"]).abs().sum()
     else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -165,24 +166,6 @@ def test_a_division_before_attach_is_kept(divisor: float | None, weights: str) -
     assert found == pytest.approx(expected, abs=1e-6)
 
 
-def refused_method(rank: int) -> dict[str, str]:
-    """What is said of each refused call."""
-    model, _ = make(EXACT)
-    lines = {}
-    for name, args in REFUSED_CALLS.items():
-        with pytest.raises(ValueError) as error:
-            getattr(model.blocks[0], name)(*args)
-        lines[name] = str(error.value)
-    return lines
-
-
-def test_refused_methods_say_what_to_do() -> None:
-    """In one line that begins with the name."""
-    for lines in run_threads(4, refused_method):
-        for name, line in lines.items():
-            assert line == f"{name}: {REFUSED[name]}" and "\n" not in line
-
-
 # -- parameters of fully_shard ---------------------------------------------------------------------
 
 OPTIONS: dict[str, Any] = {
@@ -217,7 +200,7 @@ def test_options_are_those_of_fsdp2(name: str) -> None:
 
 # -- mistakes --------------------------------------------------------------------------------------
 
-SHARD = topo.fully_shard
+SHARD: Any = topo.fully_shard
 ADAMW = torch.optim.AdamW
 
 
@@ -314,6 +297,15 @@ MISTAKES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "all parameters at once": (optimized_by(torch.optim.LBFGS), "pass elementwise=True"),
 }
 """Calls with a model and a block, and what every rank reads."""
+
+
+def calling(name: str, args: tuple[Any, ...], model: Any, block: Any) -> None:
+    """Call a method that is refused."""
+    getattr(SHARD(model, block).blocks[0], name)(*args)
+
+
+for method, arguments in REFUSED_CALLS.items():
+    MISTAKES[method] = partial(calling, method, arguments), f"{method}: {REFUSED[method]}"
 
 
 def refused(rank: int, name: str) -> str:

@@ -87,7 +87,7 @@ PRECISIONS: list[dict[str, Any]] = [
 def walks() -> Iterator[Any]:
     """Name, place, and more settings: some often, the others late."""
     for name, place, runs in product(FEEDBACK, PLACES, (False, True)):
-        if name == "sharded" and place not in ("topo", "gradients in a GPU", "owned"):
+        if name == "sharded" and place not in ("topo", "owned"):
             continue
         usual = place in ("topo", "data parallel", "owned") or name in ("quantized", "ternary")
         case = name, place, {"chunk": CHUNK} if runs else {}
@@ -110,7 +110,7 @@ def test_nothing_is_lost(name: str, place: str, more: dict[str, Any]) -> None:
     """What has not arrived is in the residual, at every step; where all ranks update all elements,
     they get the same bits.
     """
-    sync = {} if name == "quantized" else {"value_dtype": "bf16"}
+    sync: dict[str, Any] = {} if name == "quantized" else {"value_dtype": "bf16"}
     w = sync_world(name, place, **sync, **more)
     results = walked(w, restarts=name not in ("radius", "tagc", "quantized"))
     check_nothing_is_lost(w, results)
