@@ -44,15 +44,3 @@ def test_a_handle_of_several_stages_ends_with_the_last() -> None:
     ended.append(handle.ended)
     assert ended == [False, True]
     assert done == ["inside", "across"]
-
-
-def test_what_follows_an_ended_handle_is_computed_too() -> None:
-    """A meter that times an exchange waits for it at once."""
-    ended = Handle(2)
-    assert ended.wait() == 2 and ended.then(lambda n: n + 1).wait() == 3
-
-    def stage(_: object) -> int | Handle[int]:
-        return ended
-
-    again = Handle().then(stage).then(lambda n: 10 * n)
-    assert again.wait() == 30

@@ -71,8 +71,8 @@ def test_a_key_is_refused_ignored_or_left_as_it_is_as_the_table_says(key: str) -
     if ignored:
         found = translate(of(key, VALUES[ignored[1]]))
         assert key not in found.config[ZERO] and len(found.lines) == 1 and not found.problems
-        for value in ("auto", None, []):
-            assert translate(of(key, value)).config == of(key, value)
+        for other in ("auto", None):
+            assert translate(of(key, other)).config == of(key, other)
     if stated == "block":
         assert key in KEYS
     if stated in ("as stock", "no effect"):

@@ -107,8 +107,8 @@ def test_ranks_of_a_group_keep_their_order_in_the_tree_and_their_units(
     cut = topology.among(ranks)
     assert [*shape(cut)] == counts
     for index, rank in enumerate(ranks):
-        places = zip(topology.coordinates(rank), firsts, strict=True)
-        assert cut.coordinates(index) == tuple(place - first for place, first in places)
+        moved = zip(topology.coordinates(rank), firsts, strict=True)
+        assert cut.coordinates(index) == tuple(place - first for place, first in moved)
     if topology.hosts is not None:
         assert cut.hosts == topology.hosts[firsts[0] : firsts[0] + counts[0]]
     assert (cut.links, cut.emulated) == (topology.links, topology.emulated)
