@@ -30,14 +30,14 @@ from tests.launching import ROOT
 RECORDS = ROOT / "benchmarks" / "records"
 PATIENCE_S = 1200.0  # of a stand-in
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
-FEW = "wave32 and (large or any_number or mixed or uploaded)"
+FEW = "wave32 and (large or any_number or codes_have or uploaded)"
 """Of the emulated kernels' tests, those that reach each kernel in little time."""
 KERNELS = (*PYTEST, "tests/kernels/test_golden.py", "-k")
 SANITIZER = ("compute-sanitizer", "--error-exitcode", "1", "--kernel-name", "kns=zt_")
 """Only our kernels: with torch's, two tests took more than three minutes."""
 SANITIZED = "native and (codes_have or roundings or limited or sparse)"
 """Of the native kernels' tests, those that run under it."""
-SOME_FORMATS = "triton and ((operations and bfloat16) or roundings)"
+SOME_FORMATS = "triton and ((test_operations and bf16) or roundings)"
 """Of Triton's tests: each took 18 s on an H100, most of it to compile."""
 
 

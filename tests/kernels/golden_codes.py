@@ -8,38 +8,26 @@ A backend is an `Operators`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from tests.kernels.golden import assert_equal, both, same, untouched
 from tests.kernels.operators import REFERENCE, Operators, serving
 from zero_topo.quant import ops, reference
 from zero_topo.quant.operands import Change, Codes, Masters, Messages
 from zero_topo.quant.spec import BLOCK_SIZES, LARGE, WHOLE, ChangeSpec
 
-
-class Served:
-    """The functions of ``zero_topo.quant.ops``, by one backend."""
-
-    def __init__(self, backend: Operators) -> None:
-        self._backend = backend
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def call(masters: Any, codes: Codes, *arguments: Any) -> Any:
-            with serving(self._backend):
-                return getattr(ops, name)(masters, codes, *arguments)
-
-        return call
-
-
-OPS = Served(REFERENCE)
 FILLING = 0xA5
-TIE = 2.0**-10  # the scale that blocks have at first
-LEAST = 2.0**-100 * 1.01  # a block so small still has a scale
+TIE = 2.0**-10
+"""The scale of most blocks: codes and a half are exact."""
+SCALES = torch.tensor([*[TIE] * 12, 0.02, 0.0, torch.nan, 2.677e36])
+"""Of the last one, the product with the largest value that would fit is Inf."""
+LEAVING = [(2, 0), (0.7, 0), (0, 0), (1e-38, 0), (0, 2.0**-100 * 1.01), (0, 2.0**-101)]
+LEAVING += [(1, top) for top in (torch.nan, torch.inf, -torch.inf, 3.3e38, 3e38)]
+"""Factors of blocks that are sent whole, and their first value if it is another."""
 
 
 @dataclass(frozen=True)
@@ -48,213 +36,135 @@ class Layout:
 
     Attributes:
         block: values of a block.
-        columns: of each parameter, its first column in the table of masters and how many it has,
-            ascending.
-        begin, end: block columns of the messages.
+        widths: columns of each parameter; three lie between two parameters.
+        cut: block columns at either end that are not sent.
         rows: of one member.
         members: outer and inner.
         without: a member that is left out.
     """
 
     block: int
-    columns: tuple[tuple[int, int], ...]
-    begin: int
-    end: int
+    widths: tuple[int, ...]
+    cut: int = 0
     rows: int = 1
     members: tuple[int, int] = (1, 1)
     without: int = -1
 
-    def codes(self, device: str) -> Codes:
-        """The blocks of a message, all zero."""
-        members = math.prod(self.members)
-        whole = Codes.build(self.columns, self.rows * members, self.block, torch.device(device))
-        return whole.part(self.begin, self.end, self.rows, members)
-
 
 def ragged(block: int) -> Layout:
-    """Several parameters of any widths with gaps between them, of two by three members; not all
-    block columns.
-    """
-    widths = [3 * block + 5, block, 2 * block + 1, 1, 4 * block - 1, block]
-    firsts = [7 + sum(widths[:i]) + 3 * i for i in range(len(widths))]
-    return Layout(block, tuple(zip(firsts, widths, strict=True)), 1, 13, 3, (2, 3), 4)
+    """Several parameters of any widths, of two by three members; not all block columns."""
+    widths = 3 * block + 5, block, 2 * block + 1, 1, 4 * block - 1, block
+    return Layout(block, widths, 1, 3, (2, 3), 4)
 
 
 def single(blocks: int, block: int = 64) -> Layout:
     """So many blocks of one parameter and one row."""
-    return Layout(block, ((1, blocks * block),), 0, blocks)
+    return Layout(block, (blocks * block,))
 
 
 RAGGED = [ragged(block) for block in BLOCK_SIZES]
 SINGLE = [single(n) for n in (1, 4, 5, 6, 11, 63, 64, 65, 69, 128, 321)]
-FATES = ("none", "all", "mixed", "first", "last")
 
 
-def check_codes(backend: Operators, layout: Layout, fate: str) -> None:
-    """All three operations, on blocks of every kind, of which none, all, some, or one at an end are
-    sent whole.
+class Case(NamedTuple):
+    """Codes, the masters of each member, and where they lie."""
+
+    codes: Codes
+    masters: list[Masters]
+    layout: Layout
+
+    def change(self, member: int = 0) -> Change:
+        """What changes in a member's codes."""
+        return assessed(REFERENCE, self.masters[member], self.codes)
+
+
+def case(layout: Layout, leave: float = 0.4, seed: int = 0) -> Case:
+    """Codes of any bits, and masters by which any number of them changes by any amount.
+
+    Only the columns of the part's parameters exist, rows apart, at an odd address, with NaN between
+    blocks.
     """
-    case, members, messages, stored = by_the_reference(layout, fate, backend.device)
-    for number, wanted in enumerate(members):
-        masters, own = case.masters(number), case.copy()
-        check_assessed(backend, masters, own, case, wanted.change)
-        assert_same(own.stored, case.codes.stored, "what is stored and must not change yet")
-        emitted = torch.full_like(wanted.emitted, FILLING)
-        backend.codes_emit(masters, own, wanted.change, emitted)
-        assert_same(emitted, wanted.emitted, "the message")
-        assert_same(own.stored, wanted.stored, "what is stored after a message was made")
-    own = case.copy()
-    backend.codes_apply(messages, own)
-    assert_same(own.stored, stored, "what is stored after messages came")
+    torch.manual_seed(seed)
+    block, count = layout.block, math.prod(layout.members)
+    columns, first = [], 7
+    for width in layout.widths:
+        columns.append((first, width))
+        first += width + 3
+    codes = Codes.build(columns, layout.rows * count, block, torch.device("cpu"))
+    codes.stored.fill_(FILLING)
+    end = codes.param_index_of.numel() - layout.cut
+    codes = codes.part(layout.cut, end, layout.rows, count)
+    *_, firsts, widths, here = reference._columns(codes)
+    inside = here[:, None] * block + torch.arange(block)
+    exists = inside < widths[:, None]
+    begin, past = int(firsts.min()), int((firsts + widths).max())
+    masters = []
+    for member in range(count):
+        old = torch.randint(-80, 81, (codes.blocks, block)) * exists.repeat(layout.rows, 1)
+        old[:, 0] = torch.randint(88, 128, (codes.blocks,))
+        scales = SCALES[torch.randint(0, len(SCALES), (codes.blocks,))]
+        reference._store(codes, reference._places(codes, member), old, scales)
+        x = moved(old, scales, leave).view(layout.rows, -1, block)
+        flat = torch.full((3 + layout.rows * (past - begin + 5),), torch.nan)
+        table = flat[3:].view(layout.rows, -1)[:, : past - begin]
+        table[:, (firsts[:, None] + inside - begin)[exists]] = x[:, exists]
+        masters.append(Masters(table, begin, member))
+    return Case(codes, masters, layout)
 
 
-class Made(NamedTuple):
-    """What the reference makes of a member's masters: a change, what is emitted of it, the codes,
-    the whole message.
+def moved(old: Tensor, scales: Tensor, leave: float) -> Tensor:
+    """Masters ``[blocks, block]``: in each tile, any number of codes moves by less than a half, a
+    half, one, or many; a share of the blocks leaves its scale.
     """
+    blocks, block = old.shape
+    tile = ChangeSpec(block).tile
+    order = torch.rand(blocks, block // tile, tile).argsort(2).argsort(2)
+    number = torch.rand(blocks, block // tile, 1) * torch.rand(blocks, 1, 1) * (tile + 1)
+    by = torch.tensor([0.4, 0.5, 1.0, 1.4, 40.0])[torch.randint(0, 5, (blocks, 1))]
+    by = by * torch.randn(old.shape).sign() * (order < number.int()).view(old.shape)
+    by[:, 0] = 0.0
+    x = (old + by) * scales[:, None]
+    kinds = torch.randint(0, len(LEAVING), (blocks,))
+    kinds[torch.rand(blocks) >= leave] = -1
+    for kind, (factor, top) in enumerate(LEAVING):
+        chosen = kinds == kind
+        x[chosen] = x[chosen].nan_to_num(0.01) * factor
+        if top:
+            x[chosen, 0] = top
+    return x
 
-    change: Change
-    emitted: Tensor
-    stored: Tensor
-    message: Tensor
+
+def empty_change(codes: Codes) -> Change:
+    """Room for a change of the blocks of a message, filled with something."""
+    spec, n = ChangeSpec(codes.block), codes.blocks
+    steps = torch.full((n, spec.tiles, 2, spec.tile // 8), FILLING, dtype=torch.uint8)
+    counts = torch.full_like(steps[:, :, 0, 0], FILLING)
+    return Change(torch.full((n,), 77.0), counts, steps, torch.zeros(n, 2, dtype=torch.int64))
 
 
-@cache
-def by_the_reference(
-    layout: Layout, fate: str, device: str
-) -> tuple[Case, list[Made], Messages, Tensor]:
-    """A case, what becomes of each member, all their messages, and codes to which those were
-    applied.
+def assessed(backend: Operators, masters: Masters, codes: Codes) -> Change:
+    """The change of a member's codes: of a backend the reference's scales, counts and sizes and, of
+    blocks that are not sent whole, steps.
     """
-    case = Case(layout, fate, device)
-    members = [made(case, member) for member in range(math.prod(case.layout.members))]
-    size = max(len(member.message) for member in members) + 256
-    table = torch.full((*layout.members, size), FILLING, dtype=torch.uint8, device=device)[
-        ..., : size - 128
-    ]
-    for number, member in enumerate(members):
-        if number != layout.without:
-            table[divmod(number, layout.members[1])][: len(member.message)] = member.message
-    messages, codes = Messages(table[None], without_member=layout.without), case.copy()
-    REFERENCE.codes_apply(messages, codes)
-    return case, members, messages, codes.stored
+    made = empty_change(codes)
+    wanted, found, _ = both(backend, "codes_assess", masters, codes, *made)
+    scales, counts, _, sizes = wanted[2:]
+    for steps in (wanted[4], found[4]):
+        steps[counts[:, 0] == WHOLE] = 0
+        steps[:, :, 1][counts >= LARGE] = 0
+    assert_equal(found, wanted, "codes_assess")
+    return Change(scales, counts, wanted[4], sizes.cumsum(0))
 
 
-def made(case: Case, member: int) -> Made:
-    """One member's part of it."""
-    masters, codes = case.masters(member), case.copy()
-    change = OPS.assess_changes(masters, codes)
-    whole = change.counts[:, 0].cpu() == WHOLE
-    assert torch.equal(whole, case.whole[member].view(-1)), "what the case is meant to show"
-    size = message_bytes(codes, change) + 384
-    emitted = torch.full((size,), FILLING, dtype=torch.uint8, device=codes.stored.device)
-    message = OPS.encode_changes(masters, case.copy(), change, size)
-    REFERENCE.codes_emit(masters, codes, change, emitted)
-    return Made(change, emitted, codes.stored, message)
-
-
-def check_extremes(backend: Operators, block: int = 256) -> None:
-    """Every byte of a list, every size of a mask; Inf where what a scale fits overflows."""
-    device = backend.device
-    case = Case(single(10, block), "none", device)
-    case.codes.stored[int(case.codes.param_indices[0, 1]) :][:40].view(torch.float32).fill_(
-        2.675e36
-    )
-    masters = case.masters(0)
-    masters.table.fill_(-torch.inf)
-    change = empty_change(case)
-    backend.codes_assess(
-        masters, case.codes, change.scales, change.counts, change.steps, change.ends
-    )
-    assert change.scales.isnan().all() and (change.counts == WHOLE).all(), (
-        "Inf passes for a value that fits"
-    )
-    spec = ChangeSpec(block)
-    case = Case(single(256 // spec.tiles, block), "none", device)
-    n = case.codes.blocks
-    for counts, packed in (
-        (torch.ones(256, dtype=torch.int64), torch.arange(256)),
-        (
-            torch.arange(256) // 128 * 128 + (torch.arange(256) % 128).clamp(max=spec.most),
-            torch.arange(2**15) * 2654435761 >> 8,
-        ),
-    ):
-        number, mask = counts % 128, spec.tile // 8
-        signed, new = (
-            torch.minimum(number, (number + 7) // 8 + mask),
-            torch.minimum(number, number * 0 + mask) + number,
-        )
-        sizes = torch.where(counts < 128, signed, new).view(n, spec.tiles).sum(1)
-        ends = torch.stack([sizes * 0, sizes], 1).cumsum(0).to(torch.int32)
-        message = torch.zeros(spec.nbytes(n, 0, int(ends[-1, 1])), dtype=torch.uint8)
-        chunks = torch.cat([ends[31:-1:32], ends[-1:]]).view(torch.uint8).view(-1)
-        for at, plane in (
-            (0, chunks),
-            (spec.offsets(n).counts, counts),
-            (spec.offsets(n).changes, packed[: ends[-1, 1]]),
-        ):
-            message[at : at + plane.numel()] = plane.to(torch.uint8)
-        check_apply(backend, case, Messages(message.to(device).view(1, 1, 1, -1)))
-    case = Case(single(2, block), "none", device)
-    places = reference._places(case.codes, 0)
-    masters, (stored, scales) = case.masters(0), reference._stored(case.codes, places)
-    rows = stored * scales[:, None]
-    rows[0, : spec.most] += 1.2 * scales[0]
-    rows[1, : spec.most + 1] += 1.2 * scales[1]
-    masters.table.copy_(rows.view(1, -1))
-    change = OPS.assess_changes(masters, case.codes)
-    assert change.counts[:, 0].tolist() == [spec.most, WHOLE], (
-        "one change more than a tile may have"
-    )
-    check_assessed(backend, masters, case.codes, case, change)
-    for add in (0.01, -0.01, torch.inf, torch.nan):
-        check_edited(backend, block, add)
-
-
-def check_edited(backend: Operators, block: int, add: float) -> None:
-    """Masters change after they were assessed: the message has what becomes of the owner's codes
-    all the same.
-    """
-    case, ops = Case(single(69, block), "mixed", backend.device), Served(backend)
-    owner, replica, expected = case.copy(), case.copy(), case.copy()
-    masters, size = case.masters(0), ChangeSpec(block).largest(69)
-    change = OPS.assess_changes(masters, owner)
-    masters.table[:, ::3] += add
-    message = ops.encode_changes(masters, owner, change, size)
-    backend.codes_apply(Messages(message.view(1, 1, 1, -1)), replica)
-    assert_same(replica.stored, owner.stored, "the replica of masters that were edited")
-    if math.isfinite(add):
-        OPS.encode_changes(masters, expected, change, size)
-        assert_same(owner.stored, expected.stored, "codes of masters that were edited")
-
-
-def empty_change(case: Case) -> Change:
-    """Room for a change of the blocks of a case, filled with something."""
-    spec, n, device = ChangeSpec(case.codes.block), case.codes.blocks, case.codes.stored.device
-    steps = torch.full(
-        (n, spec.tiles, 2, spec.tile // 8), FILLING, dtype=torch.uint8, device=device
-    )
-    ends = torch.zeros(n, 2, dtype=torch.int64, device=device)
-    return Change(
-        torch.full((n,), 77.0, device=device),
-        torch.full_like(steps[:, :, 0, 0], FILLING),
-        steps,
-        ends,
-    )
-
-
-def check_assessed(
-    backend: Operators, masters: Masters, codes: Codes, case: Case, change: Change
-) -> None:
-    """Scales, counts and, of blocks that are not sent whole, steps are those of a change."""
-    made = empty_change(case)
-    backend.codes_assess(masters, codes, made.scales, made.counts, made.steps, made.ends)
-    assert_same(made.scales, change.scales, "scales")
-    assert_same(made.counts, change.counts, "counts")
-    kept, signed = change.counts[:, 0] != WHOLE, change.counts < LARGE
-    assert_same(made.steps[kept][:, :, 0], change.steps[kept][:, :, 0], "steps")
-    assert_same(made.steps[:, :, 1][signed], change.steps[:, :, 1][signed], "which steps decrease")
-    assert_same(made.ends.cumsum(0), change.ends, "sizes")
+def emitted(
+    backend: Operators, masters: Masters, codes: Codes, change: Change
+) -> tuple[Codes, Tensor]:
+    """The codes after a change, and the message with it."""
+    nbytes = message_bytes(codes, change)
+    message = torch.zeros(nbytes + 384, dtype=torch.uint8)
+    message[nbytes:] = FILLING
+    _, stored, _, message = same(backend, "codes_emit", masters, codes, change, message)
+    return stored, message[:nbytes]
 
 
 def message_bytes(codes: Codes, change: Change) -> int:
@@ -262,47 +172,63 @@ def message_bytes(codes: Codes, change: Change) -> int:
     return ChangeSpec(codes.block).nbytes(len(change.ends), *change.ends[-1].tolist())
 
 
-def check_far(backend: Operators, far: Callable[[int, torch.dtype], Tensor]) -> None:
-    """Parameters, rows of masters and messages over 2^32 bytes apart become what near ones do.
+def check_codes(backend: Operators, layout: Layout, leave: float, seed: int) -> None:
+    """All three operations; masters may be edited after they were assessed."""
+    codes, every, _ = case(layout, leave, seed)
+    room = ChangeSpec(layout.block).largest(codes.blocks)
+    table = torch.full((1, *layout.members, room + 128), FILLING, dtype=torch.uint8)[..., :room]
+    for member, masters in enumerate(every):
+        change = assessed(backend, masters, codes)
+        masters.table[:, ::3] += (0.0, 0.01, -0.01)[(seed + member) % 3]
+        _, message = emitted(backend, masters, codes, change)
+        table.view(-1, room)[member, : len(message)] = message
+    same(backend, "codes_apply", Messages(table, without_member=layout.without), codes)
 
-    Args:
-        backend: to check, on a CPU.
-        far: makes zeros, so many of a dtype, that take memory only where they are touched.
+
+def check_edited(backend: Operators, add: float) -> None:
+    """Masters are no numbers any more after they were assessed: the message has what becomes of the
+    owner's codes all the same.
     """
-    case, apart, room = Case(ragged(64), "mixed", "cpu"), 2**32 + 128, 2**16
-    param_indices = case.codes.param_indices.clone()
+    codes, (masters,), _ = made = case(single(69, 256))
+    change = made.change()
+    masters.table[:, ::3] += add
+    message = torch.zeros(message_bytes(codes, change), dtype=torch.uint8)
+    _, found, _ = both(backend, "codes_emit", masters, codes, change, message)
+    messages = Messages(found[-1].view(1, 1, 1, -1))
+    _, (_, replica), _ = both(backend, "codes_apply", messages, codes)
+    assert_equal(replica, found[1], "the replica of masters that were edited")
+
+
+def check_far(backend: Operators) -> None:
+    """Parameters, rows of masters and messages over 2^32 bytes apart become what near ones do, on a
+    CPU.
+    """
+    near, every, _ = case(ragged(64))
+    apart, room = 2**32 + 128, 2**16
+    param_indices = near.param_indices.clone()
     param_indices[:, :2] += apart
-    codes = Codes(
-        far(apart + case.codes.stored.numel(), torch.uint8),
-        param_indices,
-        case.codes.param_index_of,
-        case.codes.numbers,
-    )
-    table = far(3 * apart + 2 * room, torch.uint8).as_strided(
-        (1, 2, 3, room), (0, 2 * apart, apart // 2, 1)
-    )
-    for member in range(math.prod(case.layout.members)):
-        near, masters = case.copy(), case.masters(member)
-        codes.stored[apart:] = near.stored
-        rows = far(2 * apart // 4 + room, torch.float32).as_strided(
-            masters.table.shape, (apart // 4 - 1, 1), 5
-        )
-        own, change = (
-            masters._replace(table=rows.copy_(masters.table)),
-            OPS.assess_changes(masters, near),
-        )
-        check_assessed(backend, own, codes, case, change)
-        made, wanted = table[0, member // 3, member % 3], torch.zeros(room, dtype=torch.uint8)
-        head = ChangeSpec(64).offsets(codes.blocks).scales
-        made[:head] = wanted[:head] = OPS.encode_changes(masters, case.copy(), change, room)[:head]
-        REFERENCE.codes_emit(masters, near, change, wanted)
-        backend.codes_emit(own, codes, change, made)
-        assert_same(made, wanted, "the message")
-        assert_same(codes.stored[apart:], near.stored, "what is stored after a message was made")
-    codes.stored[apart:], near = case.codes.stored, case.copy()
+    stored = untouched(apart + near.stored.numel(), torch.uint8)
+    far = near._replace(stored=stored, param_indices=param_indices)
+    strides = 0, 2 * apart, apart // 2, 1
+    table = untouched(3 * apart + 2 * room, torch.uint8).as_strided((1, 2, 3, room), strides)
+    for member, masters in enumerate(every):
+        change = assessed(REFERENCE, masters, near)
+        wanted, message = emitted(REFERENCE, masters, near, change)
+        rows = untouched(2 * apart // 4 + room, torch.float32)
+        rows = rows.as_strided(masters.table.shape, (apart // 4 - 1, 1), 5)
+        own = masters._replace(table=rows.copy_(masters.table))
+        stored[apart:] = near.stored
+        made = empty_change(near)
+        backend.codes_assess(own, far, *made)
+        assert_equal(made.ends.cumsum(0), change.ends, "sizes")
+        place = table[0, member // 3, member % 3]
+        backend.codes_emit(own, far, change, place)
+        assert_equal(place[: len(message)], message, "the message")
+        assert_equal(stored[apart:], wanted.stored, "what is stored after a message was made")
+    stored[apart:] = near.stored
     REFERENCE.codes_apply(Messages(table), near)
-    backend.codes_apply(Messages(table), codes)
-    assert_same(codes.stored[apart:], near.stored, "what is stored after messages came")
+    backend.codes_apply(Messages(table), far)
+    assert_equal(stored[apart:], near.stored, "what is stored after messages came")
 
 
 def check_large(backend: Operators, numel: int) -> None:
@@ -312,178 +238,26 @@ def check_large(backend: Operators, numel: int) -> None:
         backend: to check.
         numel: of the codes, about; a GPU uses up to a dozen bytes for each.
     """
-    few, times, device = 40, numel // (40 * 64), backend.device
-    case, n, ops = Case(single(few), "mixed", device), few * times, Served(backend)
-    near, masters = case.copy(), case.masters(0)
-    change = OPS.assess_changes(masters, near)
-    OPS.encode_changes(masters, near, change, message_bytes(near, change))
-    codes = Codes.build([(0, 64 * n)], 1, 64, torch.device(device)).part(0, n, 1, 1)
-    planes = tuple(
-        zip(
-            (0, int(codes.param_indices[0, 1])),
-            (0, int(near.param_indices[0, 1])),
-            (64 * few, 4 * few),
-            strict=True,
-        )
-    )
-    for there, here, size in planes:
-        codes.stored[there : there + times * size].view(times, size).copy_(
-            case.codes.stored[here : here + size]
-        )
-    others = codes._replace(stored=codes.stored.clone())
-    own = Masters(masters.table.repeat(1, times), 0, 0)
-    change = ops.assess_changes(own, codes)
-    message = ops.encode_changes(own, codes, change, message_bytes(codes, change))
-    backend.codes_apply(Messages(message.view(1, 1, 1, -1)), others)
-    for there, here, size in planes:
-        wanted = near.stored[here : here + size]
-        assert bool((codes.stored[there : there + times * size].view(times, size) == wanted).all())
-    assert torch.equal(codes.stored, others.stored)
+    few, times = 40, numel // (40 * 64)
+    near, (masters,), _ = made = case(single(few))
+    wanted, _ = emitted(REFERENCE, masters, near, made.change())
+    n, device = few * times, torch.device(backend.device)
+    far = Codes.build([(masters.first, 64 * n)], 1, 64, device).part(0, n, 1, 1)
 
+    def planes(codes: Codes, times: int) -> list[Tensor]:
+        """Codes and scales, so many times those of a few blocks."""
+        scales = codes.stored[int(codes.param_indices[0, 1]) :]
+        few_bytes = (codes.stored, 64 * few), (scales, 4 * few)
+        return [plane[: times * nbytes].view(times, nbytes) for plane, nbytes in few_bytes]
 
-def check_apply(backend: Operators, case: Case, messages: Messages) -> None:
-    """All members' messages become codes."""
-    codes, own = case.copy(), case.copy()
-    REFERENCE.codes_apply(messages, codes)
-    backend.codes_apply(messages, own)
-    assert_same(own.stored, codes.stored, "what is stored after messages came")
-
-
-def assert_same(actual: Tensor, expected: Tensor, what: str) -> None:
-    """Equal bit for bit, NaN too."""
-    wrong = (actual.cpu().view(torch.uint8) != expected.cpu().view(torch.uint8)).nonzero()
-    assert not len(wrong), f"{what}: {len(wrong)} bytes differ, first that at {wrong[0].tolist()}"
-
-
-class Case:
-    """Codes of masters as they were, and the masters as they are now.
-
-    Args:
-        layout: where all lies.
-        fate: which blocks are sent whole, one of `FATES`.
-        device: where the tensors are.
-    """
-
-    def __init__(self, layout: Layout, fate: str, device: str) -> None:
-        self.layout, self._device = layout, device
-        members = math.prod(layout.members)
-        shape = (members, layout.rows, layout.end - layout.begin)
-        self.whole = sent_whole(shape, fate)
-        before, self._now = moved(self.whole, layout)
-        self.codes = layout.codes(device)
-        for at, scales_at, blocks, *_ in self.codes.param_indices.tolist():
-            self.codes.stored[at:scales_at] = FILLING
-            rows = layout.rows * members
-            self.codes.stored[scales_at : scales_at + rows * blocks * 4].view(torch.float32).fill_(
-                TIE
-            )
-        for member in range(members):
-            own = self._masters(before, member)
-            change = OPS.assess_changes(own, self.codes)
-            OPS.encode_changes(own, self.codes, change, message_bytes(self.codes, change))
-
-    def copy(self) -> Codes:
-        """The codes, to be changed."""
-        return self.codes._replace(stored=self.codes.stored.clone())
-
-    def masters(self, member: int) -> Masters:
-        """A member's masters now."""
-        return self._masters(self._now, member)
-
-    def _masters(self, values: Tensor, member: int) -> Masters:
-        """Only the columns of the part's parameters, rows apart, at an odd address; NaN where no
-        block lies.
-        """
-        layout, param_indices = self.layout, self.codes.param_indices.tolist()
-        param_index_of = self.codes.param_index_of.tolist()
-        first, last = (
-            param_indices[param_index_of[layout.begin]],
-            param_indices[param_index_of[layout.end - 1]],
-        )
-        width = last[4] + last[5] - first[4]
-        flat = torch.full((3 + layout.rows * (width + 5) - 5,), torch.nan)
-        table = flat.as_strided((layout.rows, width), (width + 5, 1), 3)
-        for column in range(layout.begin, layout.end):
-            *_, before, begin, columns = param_indices[param_index_of[column]]
-            inside = (column - before) * layout.block
-            size = min(layout.block, columns - inside)
-            at = begin - first[4] + inside
-            table[:, at : at + size] = values[member, :, column - layout.begin, :size]
-        there = flat.to(self._device).as_strided(table.shape, table.stride(), 3)
-        return Masters(there, first[4], member)
-
-
-def sent_whole(shape: tuple[int, ...], fate: str) -> Tensor:
-    """Which blocks are sent whole: bool ``[members, rows, block columns]``."""
-    whole = torch.full(shape, fate == "all")
-    flat = whole.view(shape[0], -1)
-    if fate == "mixed":
-        flat.copy_(
-            torch.rand(flat.shape, generator=torch.Generator().manual_seed(flat.numel())) < 0.4
-        )
-    if fate in ("first", "last"):
-        flat[:, 0 if fate == "first" else -1] = True
-    return whole
-
-
-def moved(whole: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Values of blocks before and now; those sent whole are so for all reasons in turn, and so are
-    the others.
-    """
-    generator = torch.Generator().manual_seed(layout.block + whole.numel())
-    x = torch.randn(*whole.shape, layout.block, generator=generator) * 0.005
-    ties = torch.randint(-120, 120, x.shape, generator=generator).float()
-    noise = torch.rand(x.shape, generator=generator) * 2 - 1
-    now = x.clone()
-    for number, (before, after, tie, shake) in enumerate(
-        zip(*(t.view(-1, layout.block) for t in (x, now, ties, noise)), strict=True)
-    ):
-        before[0] = after[0] = 0.03  # the largest, and in every block
-        scale = 0.03 * 1.0625 / 127
-        if whole.view(-1)[number]:
-            _leave(after, number % 9)
-        else:
-            _stay(before, after, number, tie * TIE, shake * scale)
-    return x, now
-
-
-def _leave(now: Tensor, kind: int) -> None:
-    specials = {2: -torch.inf, 3: torch.nan, 4: 3.3e38, 5: 3e38}
-    if kind in specials:
-        now[0] = specials[kind]
-    elif kind == 6:
-        now[:] = 0.0
-    elif kind == 7:
-        now[:] = torch.sign(now) * 1e-42
-    elif kind == 8:
-        now.mul_(LEAST / 0.03)
-    else:
-        now.mul_((2.0, 0.7)[kind])
-
-
-def _stay(before: Tensor, now: Tensor, number: int, ties: Tensor, noise: Tensor) -> None:
-    kind, scale = number % 12, 0.03 * 1.0625 / 127
-    # A list or a mask, of any number of codes that change by one or, from 9 on, by any number
-    if kind > 5:
-        before.copy_((before / scale).round() * scale)
-        order = noise.abs()
-        order[::8] = -1  # an eighth stays, lest the block be sent whole
-        many = 37 * number % (7 * len(now) // 8 + 1)
-        changes = order.argsort(descending=True)[: 7 * number % 31 if kind % 3 == 0 else many]
-        steps = noise[changes].sign() if kind < 9 else (noise[changes] / scale * 50).round()
-        now.copy_(before)[changes] += steps * scale
-        before[0] = now[0] = 0.03
-    elif kind == 0:
-        now[1:] += noise[1:] * 0.95
-    elif kind == 1:  # halfway between two codes
-        before.copy_(ties)
-        now.copy_(ties + TIE / 2)
-        before[0] = now[0] = 127.25 * TIE
-    elif kind == 2:
-        before[:] = now[:] = 0.0
-    elif kind == 3:
-        before[0] = now[0] = torch.nan
-    elif kind == 4:
-        before.copy_(now.neg_())
-    else:
-        now.mul_(1.003)
+    for there, here in zip(planes(far, times), planes(near, 1), strict=True):
+        there.copy_(here)
+    replica = far._replace(stored=far.stored.clone())
+    own = masters._replace(table=masters.table.to(device).repeat(1, times))
+    with serving(backend):
+        change = ops.assess_changes(own, far)
+        message = ops.encode_changes(own, far, change, message_bytes(far, change))
+        ops.apply_changes(message[None, None], replica, -1)
+    for there, here in zip(planes(far, times), planes(wanted, 1), strict=True):
+        assert bool((there == here.to(device)).all())
+    assert torch.equal(far.stored, replica.stored)

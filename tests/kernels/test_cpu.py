@@ -8,34 +8,33 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels import golden
 from tests.kernels.backends import CPU, SPLIT
+from tests.kernels.golden import BITS, calm, quantized, same
 from tests.kernels.operators import Operators
-from zero_topo.quant.operands import DTYPES, FLOATS, View, to_members
-from zero_topo.quant.spec import NF4, BlockSpec, Cast
+from zero_topo.quant.operands import DTYPES, FLOATS, View, from_sources, to_members, view_of
+from zero_topo.quant.spec import NF4, BlockSpec, Cast, Format
 
 NAN_BITS = {torch.float32: 0x7FC00000, torch.float16: 0x7E00, torch.bfloat16: 0x7FC0}
 whole = pytest.mark.parametrize("backend", CPU, indirect=True)
 split = pytest.mark.parametrize("backend", SPLIT, indirect=True)
+dtypes = pytest.mark.parametrize("dtype", FLOATS, ids=str)
 
 
 @split
-def test_nf4_at_the_middle_of_two_levels(backend: Operators) -> None:
-    """The lower level, in every dtype; the upper one from the next number on. So too at the ends,
-    which scales that are rounded down leave above 128.
+@dtypes
+def test_nf4_at_the_middle_of_two_levels(backend: Operators, dtype: torch.dtype) -> None:
+    """The lower level; the upper one from the next number on. So too at the ends, which scales that
+    are rounded down leave above 128.
     """
-    middles = torch.tensor(
-        [-109.5, -81.5, -63.5, -49.5, -37, -25.5, -15, -5, 6, 17.5, 29.5, 43, 58.5, 77.5, 107.5]
-    )
-    ends = torch.tensor([-142.0, -128, -127, 127, 128, 142])
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        exact = torch.cat([middles, ends]).to(dtype)
-        bits = exact.view(torch.int32 if dtype == torch.float32 else torch.int16)
-        near = torch.cat([exact, (bits + 1).view(dtype), (bits - 1).view(dtype)])[:62]
-        for scale in (1.0, 1.25, 1.5, 1.75):
-            for largest in (127.0, 142.0):
-                block = torch.cat([near, torch.tensor([largest, -largest], dtype=dtype)]) * scale
-                golden.same_message(backend, [View(block.to(dtype), 1, 64, 64)], NF4)
+    middles = [-109.5, -81.5, -63.5, -49.5, -37, -25.5, -15, -5, 6, 17.5, 29.5, 43, 58.5, 77.5]
+    ends = [107.5, -142.0, -128, -127, 127, 128, 142]
+    exact = torch.tensor(middles + ends).to(dtype)
+    bits = exact.view(BITS[dtype])
+    near = torch.cat([exact, (bits + 1).view(dtype), (bits - 1).view(dtype)])[:62]
+    for scale in (1.0, 1.25, 1.5, 1.75):
+        for largest in (127.0, 142.0):
+            block = torch.cat([near, torch.tensor([largest, -largest], dtype=dtype)])
+            quantized(backend, [view_of(block * scale)], NF4)
 
 
 @split
@@ -50,58 +49,39 @@ def test_nf4_of_every_bf16(backend: Operators, exponent: int) -> None:
             largest = torch.tensor(level * mantissa * 2.0**exponent).bfloat16()
             numbers = every[every.abs() <= largest]
             numbers = numbers[: len(numbers) // 63 * 63].view(-1, 63)
-            blocks = torch.cat([numbers, largest.expand(len(numbers), 1)], dim=1).contiguous()
-            numel = blocks.numel()
-            golden.same_message(backend, [View(blocks.view(-1), 1, numel, numel)], NF4)
-
-
-LARGE = [
-    ("bf16 rows with gaps", torch.bfloat16, BlockSpec("int8", 256), (2003, 2560, 2600)),
-    ("fp32 in one run", torch.float32, BlockSpec("int4", 2048), (1, 9_000_001, 9_000_001)),
-    ("fp16 odd rows", torch.float16, BlockSpec("int8", 64), (4001, 1111, 1200)),
-]
+            blocks = torch.cat([numbers, largest.expand(len(numbers), 1)], dim=1)
+            quantized(backend, [view_of(blocks)], NF4)
 
 
 @split
+@dtypes
 @pytest.mark.parametrize(
-    ("dtype", "spec", "shape"), [case[1:] for case in LARGE], ids=[case[0] for case in LARGE]
+    "spec", [BlockSpec("int8"), BlockSpec("int4", 2048), *map(Cast, DTYPES)], ids=str
 )
-def test_millions(
-    backend: Operators, dtype: torch.dtype, spec: BlockSpec, shape: tuple[int, int, int]
-) -> None:
-    """Several million elements, where results go past the caches; the last row ends early."""
-    rows, columns, stride = shape
-    limit = rows * stride - (stride - columns) - columns // 2
-    source = golden.calm(limit, dtype)
-    message = golden.same_message(backend, [View(source, rows, columns, stride)], spec)
-    stored = View(torch.full_like(source, 3.25), rows, columns, stride)
-    golden.same_sums(backend, torch.stack([message] * 2), spec, [stored], (0.5, True))
-
-
-@split
-@pytest.mark.parametrize("fmt", golden.CAST_FORMATS[::2], ids=str)
-def test_millions_of_casts(backend: Operators, fmt: golden.Format) -> None:
+def test_millions(backend: Operators, spec: Format, dtype: torch.dtype) -> None:
     """So many that results go past the caches, from and to addresses that are no multiple of a
     cache line's; rows that are short, long, filled up and end early, of two members.
     """
-    wide = golden.calm(2_500_001, fmt.dtype)[1:]
-    layouts = [
-        [View(wide, 1, 2_500_000, 2_500_000)],
-        [View(wide, 7, 170_007, 350_001, 2, 175_000, present=170_001)],
-        [View(wide, 25_001, 47, 100, 2, 51, present=45), golden.whole(torch.ones(2, 1, 3))],
+    wide = calm(2_500_001, dtype)[1:]
+    pieces = [
+        View(wide, 1, 2_500_000, 2_500_000),
+        View(wide, 7, 170_007, 350_001, 2, 175_000, present=170_001),
+        View(wide, 25_001, 47, 100, 2, 51, present=45),
     ]
-    for pieces in layouts:
-        message = golden.same_message(backend, pieces, fmt.spec).view(pieces[0].members, -1)
-        apart = torch.zeros(2, message.numel() + 2, dtype=torch.uint8)[:, 2:].view(
-            2, *message.shape
-        )
-        golden.same_values(backend, apart[0].copy_(message), fmt.spec, pieces)
-        apart[1].copy_(message)
-        golden.same_sums(backend, apart, fmt.spec, golden.blank(pieces), (0.5, True))
+    for piece in pieces:
+        messages = quantized(backend, [piece], spec)
+        nbytes = messages.numel()
+        ahead = 2 if isinstance(spec, Cast) else 0
+        room = torch.empty(ahead + 2 * nbytes + 16, dtype=torch.uint8)[ahead:]
+        came = room.as_strided((2, nbytes), (nbytes + 16, 1))
+        came.copy_(messages.view(1, -1))
+        table = from_sources(came.unflatten(1, messages.shape))
+        same(backend, "dequantize_reduce", table, spec, [piece], 0.5, True)
+        same(backend, "dequantize_reduce", to_members(messages), spec, [piece])
 
 
 @whole
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@dtypes
 @pytest.mark.parametrize("bits", [8, 4])
 def test_overflow_is_one_nan(backend: Operators, dtype: torch.dtype, bits: int) -> None:
     """A block with Inf inside becomes NaN of the same bits at every level (the golden suite accepts
@@ -110,17 +90,15 @@ def test_overflow_is_one_nan(backend: Operators, dtype: torch.dtype, bits: int) 
     spec = BlockSpec(f"int{bits}", 64)
     x = torch.ones(70)
     x[3] = torch.inf
-    message = torch.empty(spec.nbytes(70), dtype=torch.uint8)
-    backend.quantize([golden.whole(x)], spec, to_members(message))
     out = torch.zeros(70, dtype=dtype)
-    backend.dequantize_reduce(to_members(message), spec, [golden.whole(out)])
-    found = out[:64].view(torch.int32 if dtype == torch.float32 else torch.int16)
-    assert set(found.tolist()) == {NAN_BITS[dtype]}
+    messages = to_members(quantized(backend, [view_of(x)], spec))
+    backend.dequantize_reduce(messages, spec, [view_of(out)])
+    assert set(out[:64].view(BITS[dtype]).tolist()) == {NAN_BITS[dtype]}
     assert out[64:].float().tolist() == [1.0] * 6
 
 
 @whole
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@dtypes
 def test_every_half_rounds_as_the_reference(backend: Operators, dtype: torch.dtype) -> None:
     """Output roundings at all exponents: each scale of either sign, times each INT8 value, denormal
     results too.
@@ -129,14 +107,14 @@ def test_every_half_rounds_as_the_reference(backend: Operators, dtype: torch.dty
     scales = torch.arange(0, 2**32, 2**32 // 4096 - 977)[:4096].to(torch.uint32).view(torch.float32)
     numel = 64 * scales.numel()
     message = torch.arange(spec.nbytes(numel)).to(torch.uint8)
-    offset = spec.scales_offset(numel)
-    message[offset : offset + 4 * scales.numel()].view(torch.float32).copy_(scales)
-    golden.same_values(backend, message, spec, [golden.whole(torch.zeros(numel, dtype=dtype))])
+    message[spec.scales_offset(numel) :].view(torch.float32)[:4096] = scales
+    out = [view_of(torch.zeros(numel, dtype=dtype))]
+    same(backend, "dequantize_reduce", to_members(message), spec, out)
 
 
 @whole
+@dtypes
 @pytest.mark.parametrize("wire", DTYPES)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_every_half_is_cast_as_the_reference_does(
     backend: Operators, dtype: torch.dtype, wire: str
 ) -> None:
@@ -144,18 +122,11 @@ def test_every_half_is_cast_as_the_reference_does(
     changes.
     """
     bits = torch.arange(2**16, dtype=torch.int32)
-    x = bits.to(torch.int16).view(dtype) if dtype != torch.float32 else None
-    if x is None:
-        places = torch.cat(
-            [
-                (bits << 16) + 0x8000,
-                bits.to(torch.int16).view(torch.float16).float().view(torch.int32),
-            ]
-        )
-        x = torch.cat(
-            [places - 0x1000, *(places + off for off in range(-1, 2)), places + 0x1000]
-        ).view(torch.float32)
-    pieces = [golden.whole(x)]
-    golden.same_values(
-        backend, golden.same_message(backend, pieces, Cast(wire)), Cast(wire), pieces
-    )
+    x = bits.to(torch.int16)
+    if dtype == torch.float32:
+        halves = x.view(torch.float16).float().view(torch.int32)
+        places = torch.cat([(bits << 16) + 0x8000, halves])
+        x = torch.cat([places + off for off in (-0x1000, -1, 0, 1, 0x1000)])
+    pieces = [view_of(x.view(dtype))]
+    messages = to_members(quantized(backend, pieces, Cast(wire)))
+    same(backend, "dequantize_reduce", messages, Cast(wire), pieces)

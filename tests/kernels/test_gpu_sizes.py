@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -16,20 +18,21 @@ from hypothesis import strategies as st
 
 from tests.kernels import golden
 from tests.kernels.backends import FencedMemory, configure, gpu_module
-from tests.kernels.golden_codes import (
-    FILLING,
-    OPS,
-    Case,
-    assert_same,
-    check_assessed,
-    ragged,
-    single,
-)
+from tests.kernels.golden import calm, quantized, same
+from tests.kernels.golden_codes import FILLING, case, empty_change, ragged, single
 from tests.kernels.gpu_library import Settings
 from tests.kernels.operators import REFERENCE, Operators
 from tests.plans import NEOX
-from zero_topo.quant.operands import FLOATS, Masters, Messages, View, to_members
-from zero_topo.quant.spec import BlockSpec, Cast, ChangeSpec
+from zero_topo.quant.operands import (
+    FLOATS,
+    Masters,
+    Messages,
+    View,
+    from_sources,
+    to_members,
+    view_of,
+)
+from zero_topo.quant.spec import BlockSpec, Cast, ChangeSpec, Format
 
 emulated = pytest.mark.parametrize("backend", ["wave32"], indirect=True)
 other = pytest.mark.parametrize("backend", ["wave64"], indirect=True)
@@ -37,12 +40,13 @@ other = pytest.mark.parametrize("backend", ["wave64"], indirect=True)
 
 @other
 @pytest.mark.parametrize("spec", [*golden.SERVED, Cast("bf16")], ids=str)
-def test_rows_of_many_blocks(backend: Operators, spec: golden.Spec) -> None:
+def test_rows_of_many_blocks(backend: Operators, spec: Format) -> None:
     """A lane has one block of a row after the other, of which the last one ends in the row."""
-    pieces = [View(golden.calm(40 * 2608, torch.bfloat16), 40, 2600, 2608)]
-    message = golden.same_message(backend, pieces, spec)
+    pieces = [View(calm(40 * 2608, torch.bfloat16), 40, 2600, 2608)]
+    messages = quantized(backend, pieces, spec)
     for sources in (1, 9):
-        golden.same_sums(backend, message[None].expand(sources, -1), spec, pieces, (1.0, False))
+        table = from_sources(messages.expand(sources, -1))
+        same(backend, "dequantize_reduce", table, spec, pieces)
 
 
 def test_bytes_of_a_20b_step_on_384_ranks_that_take_the_fast_path() -> None:
@@ -65,14 +69,11 @@ def test_every_alignment(backend: Operators, dtype: torch.dtype) -> None:
     """Runs longer than any block, at each multiple of an element's size, read, written and added
     to.
     """
-    specs = [*golden.SERVED, *golden.CASTS]
     for offset in range(9):
-        pieces = [View(golden.calm(4200 + offset, dtype)[offset:], 1, 4200, 4200)]
-        for spec in specs:
-            message = golden.same_message(backend, pieces, spec)
-            golden.same_sums(
-                backend, message[None].expand(2, -1), spec, pieces, (1.0, offset % 2 > 0)
-            )
+        pieces = [view_of(calm(4200 + offset, dtype)[offset:])]
+        for spec in (*golden.SERVED, *golden.CASTS):
+            table = from_sources(quantized(backend, pieces, spec).expand(2, -1))
+            same(backend, "dequantize_reduce", table, spec, pieces, 1.0, offset % 2 > 0)
 
 
 @other
@@ -82,23 +83,13 @@ def test_cast_messages_of_every_alignment(backend: Operators, spec: Cast, width:
     """Of 9 members side by side every one begins elsewhere in a word of 16 bytes, and ends in a
     chunk of its own.
     """
-    x, third = golden.calm(9 * width, torch.float32), width // 3
-    messages = golden.same_message(backend, [View(x, 1, width, width, 9, width)], spec)
-    golden.same_sums(
-        backend,
-        messages.expand(3, -1, -1),
-        spec,
-        [View(x, 3, third, 9 * third, 9, third)],
-        (0.3, False),
-    )
-    made, came = (
-        torch.full((2, 9, width * spec.bits // 8), 0x5A, dtype=torch.uint8),
-        Messages(messages.view(3, 1, 3, -1)),
-    )
-    REFERENCE.requantize(came, spec, spec, to_members(made[0, :3]), width, 0.3)
-    backend.requantize(came, spec, spec, to_members(made[1, :3]), width, 0.3)
-    golden.same_bytes(made[1, :3], made[0, :3], spec, "requantize")
-    assert torch.equal(made[1, 3:], made[0, 3:])
+    x, third = calm(9 * width, torch.float32), width // 3
+    messages = quantized(backend, [View(x, 1, width, width, 9, width)], spec)
+    table = from_sources(messages.expand(3, -1, -1))
+    pieces = [View(x, 3, third, 9 * third, 9, third)]
+    same(backend, "dequantize_reduce", table, spec, pieces, 0.3)
+    made = to_members(torch.full_like(messages[:3], 0x5A))
+    same(backend, "requantize", from_sources(messages.view(3, 3, -1)), spec, spec, made, width, 0.3)
 
 
 @emulated
@@ -106,14 +97,22 @@ def test_tables_are_uploaded_once_for_a_layout(backend: Operators) -> None:
     """Pieces that lie where they lay before need no upload; few tables are kept, and an old one is
     made again.
     """
-    spec, x, count = BlockSpec("int8"), golden.calm(400, torch.bfloat16), gpu_module().tables
+    spec, x, count = BlockSpec("int8"), calm(400, torch.bfloat16), gpu_module().tables
     before = count()
     layouts = [[View(x[i:], 1, 1, 1)] * 65 for i in range(300)]
+
+    def check(pieces: list[View]) -> None:
+        # Not of copies, which lie elsewhere
+        made, expected = torch.ones(2, spec.nbytes(len(pieces)), dtype=torch.uint8)
+        backend.quantize(pieces, spec, to_members(made))
+        REFERENCE.quantize(pieces, spec, to_members(expected))
+        assert torch.equal(made, expected)
+
     for pieces in (layouts[0][:64], layouts[0], layouts[0], layouts[1], layouts[0]):
-        golden.same_message(backend, pieces, spec)
+        check(pieces)
     assert count() == before + 2
     for pieces in (*layouts, layouts[0]):
-        golden.same_message(backend, pieces, spec)
+        check(pieces)
     assert count() == 256
 
 
@@ -123,7 +122,7 @@ def test_tables_are_uploaded_once_for_a_layout(backend: Operators) -> None:
     ("members", "rows", "columns"), [(75_264, 1, 2**24), (1, 2**13, 2**20)], ids=["members", "rows"]
 )
 def test_members_and_rows_beyond_32_bits(
-    backend: Operators, spec: golden.Spec, members: int, rows: int, columns: int
+    backend: Operators, spec: Format, members: int, rows: int, columns: int
 ) -> None:
     """The last of over 2^32 blocks, and of over 2^32 values in rows that are apart: but one thread
     block is run.
@@ -133,26 +132,22 @@ def test_members_and_rows_beyond_32_bits(
     tile, summed = (16384, 16384) if isinstance(spec, BlockSpec) else (4096, 8192)
     x = golden.untouched(members * rows * stride - 8, torch.bfloat16)
     table = golden.untouched(members * spec.nbytes(numel), torch.uint8)
-    piece, out = (
-        View(x, rows, columns, stride, members, rows * stride),
-        to_members(table.view(members, -1)),
-    )
-    x[-tile:] = golden.calm(tile, torch.bfloat16)
+    piece = View(x, rows, columns, stride, members, rows * stride)
+    out = to_members(table.view(members, -1))
+    x[-tile:] = calm(tile, torch.bfloat16)
     last = Settings(most_blocks=2**31, shared_tiles=2**40)
     configure(replace(last, first_block=members * numel // tile - 1))
     backend.quantize([piece], spec, out)
     expected = torch.empty(spec.nbytes(tile), dtype=torch.uint8)
-    REFERENCE.quantize([golden.whole(x[-tile:])], spec, to_members(expected))
+    REFERENCE.quantize([view_of(x[-tile:])], spec, to_members(expected))
     size, message = tile * spec.bits // 8, table[-spec.nbytes(numel) :]
     assert torch.equal(message[numel * spec.bits // 8 - size :][:size], expected[:size])
     if isinstance(spec, BlockSpec):
-        end, scales = (
-            spec.scales_offset(numel) + numel // 64,
-            expected[spec.scales_offset(tile) :][: tile // 64],
-        )
+        end = spec.scales_offset(numel) + numel // 64
+        scales = expected[spec.scales_offset(tile) :][: tile // 64]
         assert torch.equal(message[end - tile // 64 : end], scales)
     wanted = torch.empty(tile, dtype=torch.bfloat16)
-    REFERENCE.dequantize_reduce(to_members(expected), spec, [golden.whole(wanted)])
+    REFERENCE.dequantize_reduce(to_members(expected), spec, [view_of(wanted)])
     x[-tile:] = 0
     configure(replace(last, first_block=members * numel // summed - 1))
     backend.dequantize_reduce(out, spec, [piece])
@@ -164,33 +159,24 @@ def test_members_and_rows_beyond_32_bits(
 @pytest.mark.parametrize(
     ("spec", "least"), [(BlockSpec("int8", 256), 16), (Cast("fp32"), 4), (Cast("bf16"), 2)], ids=str
 )
-def test_misaligned_messages_are_refused(backend: Operators, spec: golden.Spec, least: int) -> None:
+def test_misaligned_messages_are_refused(backend: Operators, spec: Format, least: int) -> None:
     """Messages begin at multiples of 16 bytes, casts at those of a value's size: each of them, but
     one left out.
     """
-    kernels, size, pieces = (
-        backend,
-        spec.nbytes(300),
-        [View(torch.ones(600), 1, 300, 300, 2, 300)],
-    )
-    for step, refused in (
-        (least // 2, True),
-        (least, False),
-        (least * 3 // 2, True),
-        (3 * least, False),
-    ):
+    size, pieces = spec.nbytes(300), [View(torch.ones(600), 1, 300, 300, 2, 300)]
+    for step in (least // 2, least, least * 3 // 2, 3 * least):
+        refusal = partial(pytest.raises, RuntimeError, match="does not begin at")
+        expected: Any = refusal if step % least else nullcontext
         room = torch.zeros(4 * (size + step), dtype=torch.uint8)
-        tables = {
-            "the first": room[step:].as_strided((1, 1, 2, size), (0, 0, 0, 1)),
-            "sources": room.as_strided((2, 1, 2, size), (step, 0, 0, 1)),
-            "outer": room.as_strided((1, 2, 1, size), (0, step, 0, 1)),
-            "inner": room.as_strided((1, 1, 2, size), (0, 0, step, 1)),
-        }
-        for table in tables.values():
-            with (
-                pytest.raises(RuntimeError, match="does not begin at") if refused else nullcontext()
-            ):
-                kernels.dequantize_reduce(Messages(table), spec, pieces)
+        tables = [room[step:].as_strided((1, 1, 2, size), (0, 0, 0, 1))]
+        for dim in range(3):
+            shape, strides = [1, 1, 1, size], [0, 0, 0, 1]
+            shape[dim] = 2
+            strides[dim] = step
+            tables.append(room.as_strided(shape, strides).expand(-1, -1, 2 if dim != 1 else 1, -1))
+        for table in tables:
+            with expected():
+                backend.dequantize_reduce(Messages(table), spec, pieces)
 
 
 @other
@@ -201,10 +187,10 @@ def test_padding_of_messages_does_not_count(backend: Operators, spec: BlockSpec)
     """
     blocks = 16384 // spec.block_size
     numel = blocks * spec.block_size + 3
-    messages = golden.messages_of(spec, numel, 3)[1:]
-    for message in messages:
-        message[numel * spec.bits // 8 + 1 : (blocks + 1) * spec.block_bytes] = 0x77
-    golden.same_again(backend, messages, spec, spec, (numel, 1.0))
+    messages = golden.messages_of(spec, numel, 2)
+    messages[:, numel * spec.bits // 8 + 1 : (blocks + 1) * spec.block_bytes] = 0x77
+    out = to_members(torch.empty_like(messages[0]))
+    same(backend, "requantize", from_sources(messages), spec, spec, out, numel)
 
 
 # -- INT8 weights ----------------------------------------------------------------------------------
@@ -218,20 +204,21 @@ def test_no_message_reaches_beyond(backend: Operators, seed: int, ends: list[int
     """Whatever bytes came: nothing behind a message is read, and of what is stored only the
     members' part is written.
     """
-    case, generator = Case(ragged(64), "mixed", "cpu"), torch.Generator().manual_seed(seed)
-    n, spec = case.codes.blocks, ChangeSpec(64)
-    nbytes, size = spec.nbytes(n, seed % (n + 1), 0), case.codes.stored.numel()
+    torch.manual_seed(seed)
+    codes, _, layout = case(ragged(64))
+    n, spec = codes.blocks, ChangeSpec(64)
+    nbytes, size = spec.nbytes(n, seed % (n + 1), 0), codes.stored.numel()
     table = FencedMemory(at_end=True).tensor(6 * nbytes, torch.uint8).view(1, 2, 3, nbytes)
-    table.random_(0, 256, generator=generator)
+    table.random_(0, 256)
     table[..., :16].view(torch.int32).copy_(torch.tensor(ends).to(torch.int32).view(1, 2, 3, 4))
     table[..., spec.offsets(n).counts : spec.offsets(n).scales] &= [0, 7, 63, 255][seed % 4]
-    stored = case.copy()
-    backend.codes_apply(Messages(table, without_member=4), stored)
+    stored = codes._replace(stored=codes.stored.clone())
+    backend.codes_apply(Messages(table, without_member=layout.without), stored)
     wholes = torch.zeros(1, 2, 3, spec.largest(n), dtype=torch.uint8)
     wholes[..., spec.offsets(n).counts : spec.offsets(n).scales] = 255
     may = stored._replace(stored=torch.full((size,), FILLING, dtype=torch.uint8))
-    REFERENCE.codes_apply(Messages(wholes, without_member=4), may)
-    wrong = (stored.stored != case.codes.stored) & (may.stored == FILLING)
+    REFERENCE.codes_apply(Messages(wholes, without_member=layout.without), may)
+    wrong = (stored.stored != codes.stored) & (may.stored == FILLING)
     assert not wrong.any(), f"written at {wrong.nonzero().view(-1).tolist()}"
 
 
@@ -240,14 +227,14 @@ def test_a_message_without_room_is_not_written(backend: Operators) -> None:
     """One that is too small for its changes leaves codes and message as they were: sizes are known
     on the device.
     """
-    case = Case(single(40), "mixed", "cpu")
-    stored, masters = case.copy(), case.masters(0)
-    change = OPS.assess_changes(masters, stored)
+    codes, (masters,), _ = made = case(single(40))
+    change = made.change()
     count, size = change.ends[-1].tolist()
     room = ChangeSpec(64).offsets(40, count).changes + size - 1
     message = torch.full((room,), FILLING, dtype=torch.uint8)
-    backend.codes_emit(masters, stored, change, message)
-    assert_same(stored.stored, case.codes.stored, "what is stored")
+    before = codes.stored.clone()
+    backend.codes_emit(masters, codes, change, message)
+    assert torch.equal(codes.stored, before)
     assert bool((message == FILLING).all())
 
 
@@ -257,11 +244,14 @@ def test_masters_that_are_not_there_are_zero(backend: Operators, cut: tuple[int,
     """Parameters are known on the device: columns that a table lacks, on either side, are not
     read.
     """
-    case, (first, past) = Case(single(10), "mixed", "cpu"), cut
-    whole = case.masters(0)
+    codes, (masters,), _ = made = case(single(10))
+    first, past = cut
     there = FencedMemory(at_end=True).tensor(past - first, torch.float32)[None]
-    there.copy_(whole.table[:, first:past])
-    whole.table[:, : 64 if first else 0] = 0.0  # a block that does not begin in the table
-    whole.table[:, past:] = 0.0
-    change = OPS.assess_changes(whole, case.codes)
-    check_assessed(backend, Masters(there, whole.first + first, 0), case.codes, case, change)
+    there.copy_(masters.table[:, first:past])
+    masters.table[:, : 64 if first else 0] = 0.0  # a block that does not begin in the table
+    masters.table[:, past:] = 0.0
+    found = empty_change(codes)
+    backend.codes_assess(Masters(there, masters.first + first, 0), codes, *found)
+    change = made.change()
+    sums = found._replace(steps=change.steps, ends=found.ends.cumsum(0))
+    golden.assert_equal(sums, change, "codes_assess")

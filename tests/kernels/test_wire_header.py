@@ -17,7 +17,7 @@ from tests.kernels import golden
 from tests.launching import output
 from tests.marks import late
 from zero_topo.quant import reference
-from zero_topo.quant.spec import BLOCK_SIZES, BlockSpec, ChangeSpec
+from zero_topo.quant.spec import BLOCK_SIZES, BlockSpec, ChangeSpec, Format
 
 PROGRAM = r"""
 #include <inttypes.h>
@@ -89,28 +89,10 @@ COMPILERS = {
     ],
 }
 
-Case = tuple[golden.Spec, int]
-EDGES = [
-    0,
-    1,
-    2,
-    63,
-    64,
-    65,
-    127,
-    128,
-    129,
-    255,
-    256,
-    257,
-    1023,
-    2047,
-    2048,
-    2049,
-    99991,
-    2**20 + 1,
-]
-KNOWN: list[golden.Spec] = [*golden.SPECS, *golden.CASTS]
+Case = tuple[Format, int]
+EDGES = [0, 1, 2, 1023, 99991, 2**20 + 1]
+EDGES += [block + off for block in (64, 128, 256, 2048) for off in (-1, 0, 1)]
+KNOWN = [*golden.BLOCKS, *golden.CASTS]
 LARGE = [2**31 - 1, 2**31, 2**31 + 1, 2**32 + 255, 3 * 2**33 + 7, 2**40 - 1, 2**52 + 1]
 
 
