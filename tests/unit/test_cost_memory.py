@@ -6,6 +6,7 @@ ranks store and hold at their peak is in ``tests/ranks``.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from zero_topo.cost.memory import (
     predict_memory,
 )
 from zero_topo.cost.tensor import part_of
+from zero_topo.cost.transformer import Transformer
 from zero_topo.cost.volume import Workload
 from zero_topo.topology.model import Topology
 
@@ -68,6 +70,17 @@ def test_activations_by_hand() -> None:
     assert activation_bytes(job) == 12 * layer + logits + ends
     recomputed = replace(job, checkpointing=True)
     assert activation_bytes(recomputed) == 12 * 2 * s * b * h + logits + ends
+
+
+def test_gated_layers_and_fewer_heads_of_keys_keep_what_they_have() -> None:
+    """By hand: inputs of norms and matrices, queries, keys, values, gate, up, the gate's value and
+    the product.
+    """
+    more: dict[str, Any] = {"kv_heads": 8, "gated": True, "biases": False}
+    model = Transformer("8b", 32, 4096, 32, 128256, 4096, 14336, **more)
+    layer = 2 * (6 * 4096 + 2 * 1024 + 4 * 14336) + 4 * 32
+    ends = 4 * 4096 * 4096 + int(3.52 * 4 * 4096 * 128256)
+    assert activation_bytes(Job(model, checkpointing=False)) == 32 * 4096 * layer + ends
 
 
 def test_a_rank_has_its_part_of_matrices_flops_logits_and_activations() -> None:

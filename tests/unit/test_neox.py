@@ -31,14 +31,6 @@ def write(path: Path, content: object) -> str:
     return str(path)
 
 
-def test_a_config_that_works_gets_the_answer_of_check(capsys: pytest.CaptureFixture[str]) -> None:
-    """On as many ranks."""
-    config = str(ROOT / "neox_configs/frontier-20b.yml")
-    assert main(["check", "--ranks", "384", config]) == 0
-    out = capsys.readouterr().out
-    assert "384 ranks" in out and out.endswith("ok\n")
-
-
 def test_neox_drops_its_own_defaults() -> None:
     """As NeoX does: clipping of 1.0 would not arrive but for the extra arguments, which win."""
     assert "gradient_clipping" not in deepspeed_config({"gradient_clipping": 1.0})
