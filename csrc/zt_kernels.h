@@ -267,7 +267,7 @@ int zt_gpu_mask_unpack(const uint8_t *bits, int64_t n, uint8_t *mask, void *stre
 
 /* partial holds zt_gpu_partials(n) int64 of device memory: the count of each consecutive chunk of ZT_GPU_CHUNK
  * elements; the caller sums them (count) or scans them exclusively (compact). */
-#define ZT_GPU_CHUNK 4096
+#define ZT_GPU_CHUNK 8192
 ZT_WIRE_FN int64_t zt_gpu_partials(int64_t n) { return (n + ZT_GPU_CHUNK - 1) / ZT_GPU_CHUNK; }
 int zt_gpu_count_above(const void *x, int32_t dtype, int64_t n, float threshold, int64_t *partial, void *stream);
 
