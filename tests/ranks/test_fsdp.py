@@ -1,6 +1,6 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""FSDP2 as a host: formats and modes, the bytes of the formulas, states over the job, checkpoints,
-errors. That sequences of calls train as plain FSDP2 is tested in ``test_fsdp_search.py``.
+"""FSDP2 as a host: formats and modes, the bytes of the formulas, states over the job, plans that it
+cannot have. That sequences of calls train as plain FSDP2 is tested in ``test_fsdp_search.py``.
 """
 
 from __future__ import annotations
