@@ -173,7 +173,9 @@ def message_bytes(codes: Codes, change: Change) -> int:
 
 
 def check_codes(backend: Operators, layout: Layout, leave: float, seed: int) -> None:
-    """All three operations; masters may be edited after they were assessed."""
+    """All three operations; masters may be edited after they were assessed, and any bytes may come
+    as the changes of a message.
+    """
     codes, every, _ = case(layout, leave, seed)
     room = ChangeSpec(layout.block).largest(codes.blocks)
     table = torch.full((1, *layout.members, room + 128), FILLING, dtype=torch.uint8)[..., :room]
@@ -181,6 +183,11 @@ def check_codes(backend: Operators, layout: Layout, leave: float, seed: int) -> 
         change = assessed(backend, masters, codes)
         masters.table[:, ::3] += (0.0, 0.01, -0.01)[(seed + member) % 3]
         _, message = emitted(backend, masters, codes, change)
+        if seed % 4 == 0:
+            at = ChangeSpec(layout.block).offsets(codes.blocks, int(change.ends[-1, 0]))
+            # Within a list, no position comes twice
+            bytes_at = torch.arange(at.changes, len(message)) + seed
+            message[at.changes :] = (bytes_at * 2654435761 >> 8).to(torch.uint8)
         table.view(-1, room)[member, : len(message)] = message
     same(backend, "codes_apply", Messages(table, without_member=layout.without), codes)
 
