@@ -60,6 +60,22 @@ def test_no_block_holds_values_of_two_parameters() -> None:
     assert max(run_threads(w.size, rank_main)) < 0.1
 
 
+def test_a_step_skipped_for_a_nan_drops_the_residual() -> None:
+    """Gradients were added to it: none of the NaN stays behind."""
+    w = world(block())
+
+    def rank_main(rank: int) -> bool:
+        engine = train(w, rank)
+        factor = torch.nan if rank == 3 else 1.0
+        synced(engine, [grad * factor for grad in w.grads(rank, 7)])
+        engine.end_step(skipped=True)
+        dropped = not engine.gradients.buffer.any()
+        synced(engine, w.grads(rank, 3))
+        return dropped and bool(owned(engine).isfinite().all())
+
+    assert all(run_threads(w.size, rank_main))
+
+
 def test_zero_grad_drops_the_residual_with_gradients_alone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

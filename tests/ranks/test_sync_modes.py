@@ -170,6 +170,7 @@ WORLDS: dict[str, Callable[[], World]] = {
     },
     **{f"scape, {place}": partial(sync_world, "scape", place) for place in MOMENTUM},
     "quantized": partial(sync_world, "quantized", **PRECISIONS[-1]),
+    "quantized in runs": partial(in_runs, "quantized", **PRECISIONS[-1]),
 }
 LATE = ("radius, gradients in a GPU", "radius, owned", "oktopk, warming up")
 STEPS = 2 * INTERVAL + 1
