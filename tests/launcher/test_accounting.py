@@ -50,7 +50,7 @@ def test_bytes_and_memory_equal_the_formulas(scheme: str, width: int) -> None:
     blocks are sent whole, which the engine tells the formula.
     """
     stats = measured(scheme, "bf16", 2, model=partial(Net, width), quantize={})
-    assert len(stats.work.published) == (scheme == "topo" and width == 64)
+    assert stats.work.published or (scheme, width) != ("topo", 64)
     assert_bytes_equal(stats)
     stored = {
         role: stats.memory[role] for role in ("weights", "secondary", "gradients", "optimizer")
