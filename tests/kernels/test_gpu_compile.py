@@ -376,8 +376,8 @@ SASS: dict[str, tuple[Any, ...]] = {
     "compact_kernelILi2": (32, 10.0, most(WORD), TURN),
 }
 """Elements that a lane's loop takes, instructions of each at most, and basic blocks of it: its
-loads, and its stores, or where it adds counts. Of sums of four messages if integers of 8 bits or floats, else of eight. Of
-"odd" rows also the blocks in which they are turned.
+loads, and its stores, or where it adds counts. Of sums of four messages if integers of 8 bits or
+floats, else of eight. Of "odd" rows also the blocks in which they are turned.
 """
 
 
