@@ -66,7 +66,16 @@ def passes(test: str, hazard: Hazard | None = None) -> bool:
         if hazard is not None:
             put(hazard, Path(name))
         env = {**os.environ, "PYTHONPATH": name, "PYTHONDONTWRITEBYTECODE": "1"}
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words(test)]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            *words(test),
+        ]
         done = subprocess.run(
             command, cwd=name, env=env, capture_output=True, text=True, check=False
         )
