@@ -52,6 +52,24 @@ def test_what_never_changes_is_quantized_once(monkeypatch: pytest.MonkeyPatch) -
     assert len(stored) == w.size * len(FROZEN)
 
 
+def test_fp32_weights_are_their_own_masters() -> None:
+    """DeepSpeed keeps no others then; the optimizer's groups are updated one after the other."""
+    w = world({"scheme": "zero3"}, numels=TRAINED)
+
+    def rank_main(rank: int) -> None:
+        engine, _ = loaded(w)
+        weights = engine.weights
+        for index in range(len(TRAINED)):
+            masters = weights.layout.parameter(weights.own_row[None], index)[0]
+            masters.fill_(index + 1)
+            weights.update(masters[None], range(index, index + 1))
+        engine.end_step(skipped=False)
+        for index, whole in enumerate(weights.gather(range(len(TRAINED)), "gather_forward").wait()):
+            assert torch.equal(whole, torch.full_like(whole, index + 1))
+
+    run_threads(w.size, rank_main)
+
+
 # -- errors and debug checks -----------------------------------------------------------------------
 
 

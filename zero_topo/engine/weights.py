@@ -232,9 +232,10 @@ class Weights:
         secondary = self.secondary
         copies = capturing = None
         if secondary is not None:
-            copies = secondary if phase in secondary.phases else None
-            captures = secondary.captured and phase == "gather_forward"
-            capturing = secondary if captures else None
+            if phase in secondary.phases:
+                copies = secondary
+            if secondary.captured and phase == "gather_forward":
+                capturing = secondary
         # In the order of the list, so that all ranks begin the same collectives.
         parts: dict[Buffer, list[int]] = {}
         for index in param_indices:
