@@ -34,9 +34,9 @@ def f32(x: float) -> float:
 
 def scalar_block(values: list[float], spec: BlockSpec) -> list[float]:
     """What must come back of one padded block in FP32, by the contract's sentences."""
-    levels, interval = spec.levels, max(abs(v) for v in values)
-    if not math.isfinite(interval):
+    if not all(map(math.isfinite, values)):
         return [math.nan] * len(values)
+    levels, interval = spec.levels, max(map(abs, values))
     if spec.name == "nf4":
         return scalar_nf4(values, f32(interval / 127))
     if interval < 2.0**-100:
@@ -87,6 +87,7 @@ SPECIAL = st.sampled_from([math.nan, math.inf, -math.inf])
     st.sampled_from(FLOATS),
 )
 @example([1.0] * 70 + [math.inf, 2.0], BlockSpec("int4", 64), torch.float32)
+@example([1.0, math.nan], BlockSpec("int8", 64), torch.float32)
 @example([2.0**-99], BlockSpec("int8", 64), torch.float32)  # not yet nothing
 @example([2.0**27, 1.0], NF4, torch.float32)
 @example([2.0**28], NF4, torch.float32)
