@@ -388,8 +388,13 @@ def check_selection(backend: Operators, chance: Random) -> None:
     """Counts and selections above a threshold: equal ones are in, NaN is, a full buffer is not
     overrun.
     """
-    x = values(size(chance), chance.choice(FLOATS))
-    threshold = chance.choice([0.0, 0.5, 1.0, 3e38])
+    dtype = chance.choice(FLOATS)
+    half = torch.float16 if dtype == torch.float16 else torch.bfloat16
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(half)
+    numbers = every[~every.isnan()].to(dtype)
+    x = chance.choice([values(size(chance), dtype), numbers])
+    # Also between two numbers of 16 bits, and among the subnormal ones of FP16
+    threshold = chance.choice([0.0, 0.5, 1.0, 3e38, 0.7, 3e-5, 4e-8, 65505.0])
     *_, found = both(backend, "count_above", x, threshold)
     for count in (found, found // 2, found + 3):
         out = torch.full((count,), -7), torch.full((count,), -7.0, dtype=x.dtype)

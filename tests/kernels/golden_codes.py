@@ -252,7 +252,7 @@ def check_large(backend: Operators, numel: int) -> None:
     far = Codes.build([(masters.first, 64 * n)], 1, 64, device).part(0, n, 1, 1)
 
     def planes(codes: Codes, times: int) -> list[Tensor]:
-        """Codes and scales, so many times those of a few blocks."""
+        """Codes and scales, ``times`` those of a few blocks."""
         scales = codes.stored[int(codes.param_indices[0, 1]) :]
         few_bytes = (codes.stored, 64 * few), (scales, 4 * few)
         return [plane[: times * nbytes].view(times, nbytes) for plane, nbytes in few_bytes]

@@ -47,7 +47,7 @@ def assert_bytes_equal(stats: Stats) -> None:
 @pytest.mark.parametrize("scheme", ["topo", "zero++", "hsdp"])
 def test_bytes_and_memory_equal_the_formulas(scheme: str, width: int) -> None:
     """Where parameters are wide enough to be stored as INT8, what publish sends depends on how many
-    blocks are sent whole, which the engine tells the formula.
+    blocks are sent whole, which the formula takes from the engine.
     """
     stats = measured(scheme, "bf16", 2, model=partial(Net, width), quantize={})
     assert stats.work.published or (scheme, width) != ("topo", 64)

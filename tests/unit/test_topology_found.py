@@ -31,8 +31,8 @@ from zero_topo.topology.placements import Placement, found_tree, placed
 
 DATA = json.loads((ROOT / "tests/data/machines.json").read_text())
 """``devices`` with the PCI buses of a host, as amd-smi and nvidia-smi write them without the
-function, which numbers partitions; and ``machines``: hosts, each so many times, with all devices or
-those ``used``, and the tree or the complaint.
+function, which numbers partitions; and ``machines``: hosts and how many of each there are, with
+all devices or those ``used``, and the tree or the complaint.
 """
 MACHINES = DATA["machines"]
 
