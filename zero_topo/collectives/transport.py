@@ -407,9 +407,8 @@ def reduce_scatter(
     """Sum over the members of ``hierarchy``; each member keeps its own part.
 
     1. encode the parts of each member into one message for it; each part begins a block;
-    2. per group, the innermost first: one all-to-all sends each message to the member that
-       represents its destination, where the messages for one destination are summed in tree order
-       (FP32) and, if a group follows, encoded again;
+    2. per group, the innermost first: one all-to-all to the members that represent destinations,
+       which sum the messages of each in tree order (FP32), and encode the sum if a group follows;
     3. the last sums go into ``out``. Why not a library's: Note [Own reduce-scatter].
 
     Args:
@@ -419,15 +418,12 @@ def reduce_scatter(
         out: receives this rank's sums; part by part as large as ``parts`` if blocks have scales.
         factor: multiplies the sums.
         accumulate: add the sums to the values of ``out``.
-        backend: for each group, whether the backend sums in it, in the type of an unquantized
-            ``spec`` and in the order of its ring; see ``Group.sums``.
+        backend: by group, whether the backend sums, in the order of its ring; see ``Group.sums``.
 
     Returns:
-        A handle with a stage for each group, the last of which writes the sums. A single member
-        sums nothing, and does not quantize.
+        A handle with a stage for each group; the last writes. A single member quantizes nothing.
     """
-    if hierarchy.size == 1:
-        # One member: values only move to their place, and are added.
+    if hierarchy.size == 1:  # values only move to their place, and are added
         exact = Cast("fp32")
         dequantize(quantize(parts, exact), exact, out, factor, accumulate)
         return Handle()
