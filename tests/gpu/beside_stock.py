@@ -14,8 +14,7 @@ import json
 import os
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import records
 from tests.gpu import two_ranks
+from tests.gpu.traces import traced
 from tests.gpu.two_ranks import DEVICE, LARGE, LARGE_SCHEMES, ON_GPU
 from zero_topo.config import resolve
 
@@ -56,41 +56,6 @@ VARIANTS = {
 }
 
 
-def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """The time in which at least one span lasts."""
-    total, last = 0.0, float("-inf")
-    for begin, end in sorted(spans):
-        total += max(0.0, end - max(begin, last))
-        last = max(last, end)
-    return total
-
-
-def kind_of(kernel: str) -> str:
-    """Whose kernel it is."""
-    if "nccl" in kernel.lower():
-        return "nccl"
-    return "ours" if "zt_" in kernel else "other"
-
-
-def traced(path: Path) -> dict[str, Any]:
-    """Milliseconds on the device in a trace: of each kind of kernel, of none, of all but NCCL's."""
-    events = json.loads(path.read_text())["traceEvents"]
-    path.unlink()
-    spans: dict[str, list[tuple[float, float]]] = {"nccl": [], "ours": [], "other": []}
-    for event in events:
-        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
-            begin = event["ts"]
-            spans[kind_of(event["name"])].append((begin, begin + event["dur"]))
-    every = [span for own in spans.values() for span in own] or [(0.0, 0.0)]
-    whole = max(end for _, end in every) - min(begin for begin, _ in every)
-    return {
-        "busy_ms": {kind: covered(own) / 1e3 for kind, own in spans.items()},
-        "launches": Counter({kind: len(own) for kind, own in spans.items()}),
-        "idle_ms": (whole - covered(every)) / 1e3,
-        "without_nccl_ms": (whole - covered(spans["nccl"])) / 1e3,
-    }
-
-
 def measured(variant: Variant, corpus: Any, folder: Path) -> dict[str, Any]:
     """Seconds of a step, losses, and what the device did in steps that are traced."""
     if variant.exchange:
@@ -116,7 +81,9 @@ def measured(variant: Variant, corpus: Any, folder: Path) -> dict[str, Any]:
                 step(number)
     path = folder / f"trace-{dist.get_rank()}.json"
     seen.export_chrome_trace(str(path))
-    return {"step_seconds": timed.to_json(), "losses": curve, "traced": traced(path)}
+    found = traced(path)
+    path.unlink()
+    return {"step_seconds": timed.to_json(), "losses": curve, "traced": found}
 
 
 def rank(folder: Path, name: str) -> None:

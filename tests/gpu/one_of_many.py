@@ -9,13 +9,11 @@ step is skipped for what memory held before.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
 import time
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -40,6 +38,7 @@ from benchmarks.schemes import KNOWN
 from benchmarks.training import build_model, engine_of
 from benchmarks.training_setup import TrainingSetup
 from tests.device import DEVICE, ON_GPU, device_name, synchronize
+from tests.gpu.traces import traced
 
 RANKS = 384
 TOPOLOGY = {"emulated": {"nodes": RANKS // 8, "gpus_per_node": 4, "gcds_per_gpu": 2}}
@@ -58,6 +57,8 @@ STEPS, TURNS, WARM_UP = 4, 12 if ON_GPU else 4, 3
 FP16 = {"bf16": {"enabled": False}, "fp16": {"enabled": True}}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 PACKAGE = str(Path(zero_topo.__file__).parent) + os.sep
+CLOCKS = ("host_ms", "device_ms")
+KINDS = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ON_GPU else [])]
 PHASES = ("forward", "backward", "step")
 WAITS = 1  # of the host in a step of ours: for the size of the changed weights
 
@@ -246,17 +247,21 @@ def model() -> Any:
 
 def times(folder: Path) -> int:
     """Milliseconds of each phase of each scheme, on the device and of the host, and beyond the
-    model's own; 0.
+    model's own, and what two traced steps did on the device; 0.
     """
     tokens = batch()
     results = {"model": timed(partial(alone_step, model().bfloat16(), tokens))}
     for name, scheme, zero in ROWS:
         with engine_of(model(), config(scheme, 1, zero)) as engine:
             results[name] = timed(partial(taken_step, engine, tokens))
-            results[name] |= traced(
-                partial(taken_step, engine, tokens), folder / f"trace-{name}.json"
-            )
-    for (scheme, result), clock in product(results.items(), ("host_ms", "device_ms")):
+            path = folder / f"trace-{name}.json"
+            with profile(activities=KINDS) as seen:
+                for _ in range(2):
+                    taken_step(engine, tokens)
+                synchronize()
+            seen.export_chrome_trace(str(path))
+            results[name] |= traced(path)
+    for (scheme, result), clock in product(results.items(), CLOCKS):
         medians = {name: spread["median"] for name, spread in result.get(clock, {}).items()}
         beyond = {
             name: median - results["model"][clock][name]["median"]
@@ -269,7 +274,7 @@ def times(folder: Path) -> int:
     for row, _, _ in ROWS:
         print(
             f"{row}:",
-            {name: value for name, value in results[row].items() if not name.endswith("_ms")},
+            {name: value for name, value in results[row].items() if name not in CLOCKS},
         )
     save(folder, "times", {"schemes": results})
     return 0
@@ -320,51 +325,6 @@ def spreads(steps: list[list[float]]) -> dict[str, Any]:
     return {
         name: records.Spread.of(values).to_json()
         for name, *values in zip(PHASES, *steps, strict=True)
-    }
-
-
-def traced(work: Callable[[], object], path: Path) -> dict[str, Any]:
-    """Launches and copies of two steps, microseconds of our kernels in them, and the part of these
-    that runs under the model's.
-
-    The trace stays in a file.
-    """
-    with profile(
-        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ON_GPU else [])]
-    ) as seen:
-        for _ in range(2):
-            work()
-        synchronize()
-    seen.export_chrome_trace(str(path))
-    return under(json.loads(path.read_text())["traceEvents"])
-
-
-def under(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of a trace: how many kernels and copies, microseconds of our kernels, and for how many of
-    these the model's run next to them.
-    """
-    copies = [one for one in events if one.get("cat") in ("gpu_memcpy", "gpu_memset")]
-    kernels = [one for one in events if one.get("cat") == "kernel"]
-    streams: dict[int, list[tuple[float, float]]] = defaultdict(list)
-    for one in kernels:
-        streams[one["args"]["stream"]].append((one["ts"], one["ts"] + one["dur"]))
-    main = max(
-        streams, key=lambda stream: sum(end - begin for begin, end in streams[stream]), default=0
-    )
-    total = alongside = 0.0
-    for one in kernels:
-        if "zt_" not in one["name"]:
-            continue
-        begin, end = one["ts"], one["ts"] + one["dur"]
-        total += end - begin
-        if one["args"]["stream"] != main:
-            alongside += sum(max(0.0, min(end, b) - max(begin, a)) for a, b in streams[main])
-    return {
-        "launches": len(kernels),
-        "copies": len(copies),
-        "streams": len(streams),
-        "ours_us": total,
-        "ours_beside_the_model_us": alongside,
     }
 
 
