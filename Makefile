@@ -62,21 +62,23 @@ setup: $(STAMP)
 $(STAMP): setup.py pyproject.toml
 	@echo '[1/4] environment in .venv'
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	@$(PIP) install --quiet 'setuptools>=77' wheel ninja
+	@$(PIP) install --quiet --no-compile 'setuptools>=77' wheel ninja
 	@echo '[2/4] torch $(TORCH_VERSION) (first: DeepSpeed looks at it when it is installed)'
 	@index='$(TORCH_INDEX)'; \
 	if [ -z "$$index" ] && ! command -v nvidia-smi >/dev/null && curl -sfIm 5 $(CPU_INDEX)/ >/dev/null 2>&1; then \
 		index=$(CPU_INDEX); \
 	fi; \
-	$(PIP) install --quiet torch==$(TORCH_VERSION) $${index:+--extra-index-url $$index}
-	@echo '[3/4] DeepSpeed, zero_topo and the tools'
-	@$(PIP) install --quiet --no-build-isolation -e '.[dev]'
-	@echo '[4/4] compiling the kernels, and what DeepSpeed loads on a CPU (a minute), so that ranks need not'
+	$(PIP) install --quiet --no-compile torch==$(TORCH_VERSION) $${index:+--extra-index-url $$index}
+	@echo '[3/4] DeepSpeed'
+	@$(PIP) install --quiet --no-compile --no-build-isolation $(GPU_BUILT)
+	@echo '[4/4] zero_topo and the tools; what ranks would compile at first use, ours and DeepSpeed'"'"'s, beside (a minute)'
 	@rm -f $(TORCH_EXTENSIONS_DIR)/*/lock
-	@log=$$(mktemp); zero-topo build >$$log.ours 2>&1 & ours=$$!; for op in $(DEEPSPEED_OPS); do \
+	@log=$$(mktemp); python -c 'from op_builder.builder import CPUBuilder; CPUBuilder().build()' >$$log.ours 2>&1 & ours=$$!; \
+	$(PIP) install --quiet --no-compile --no-build-isolation -e '.[dev]' & tools=$$!; \
+	for op in $(DEEPSPEED_OPS); do \
 		DS_ACCELERATOR=cpu python -c "from deepspeed.accelerator import get_accelerator as a; a().create_op_builder('$$op').load(verbose=False)" \
 			>$$log 2>&1 || { tail -20 $$log; echo "$$op does not compile: are g++ and the Python headers installed?"; exit 1; }; \
-	done; wait $$ours || { tail -20 $$log.ours; exit 1; }; rm -f $$log $$log.ours
+	done; wait $$tools || exit 1; wait $$ours || { tail -20 $$log.ours; exit 1; }; rm -f $$log $$log.ours
 	@touch $@
 
 # A launch that was killed while it loaded the compiled op leaves a lock that the next one would wait for.
