@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,8 +17,9 @@ import zero_topo.fsdp as topo
 from tests.harness import run_threads
 
 EXACT: dict[str, Any] = {"scheme": "topo", "quantize": {"weights": None, "gradients": None}}
+INT4: dict[str, Any] = {**EXACT, "quantize": {**EXACT["quantize"], "publish": "int4"}}
+LOSSY: dict[str, Any] = {**INT4, "sync": {"mode": "quantized"}}
 NET_WIDTH = 16
-NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Block(nn.Module):
@@ -99,7 +99,8 @@ def make(
     kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
     lr: float = 1e-2,
     modules: Callable[[Any], Any] = lambda model: None,
-    options: Mapping[str, Any] = NOTHING,
+    options: dict[str, Any] | None = None,
+    elementwise: bool = False,
     **how: Any,
 ) -> tuple[Any, Any]:
     """A sharded model and its optimizer: plain FSDP2 without a block.
@@ -110,12 +111,14 @@ def make(
         lr: learning rate.
         modules: which modules of a model are sharded; None leaves the choice to ours.
         options: of ``fully_shard``.
+        elementwise: of ``shard_optimizer``.
         how: the model's weights are made.
     """
     model = net(**how)
+    options = options or {}
     if block is not None:
         topo.fully_shard(model, machine(block), modules=modules(model), **options)
-        return model, topo.shard_optimizer(kind, model, lr=lr)
+        return model, topo.shard_optimizer(kind, model, elementwise=elementwise, lr=lr)
     shard_plainly(model, modules(model), **options)
     trained = [param for param in model.parameters() if param.requires_grad]
     return model, kind(trained, lr=lr)
@@ -145,9 +148,14 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def train(
-    model: Any, optimizer: Any, steps: range, micro_batches: int = 1, flag: str = ""
+    model: Any,
+    optimizer: Any,
+    steps: range,
+    micro_batches: int = 1,
+    flag: str = "",
+    after: Callable[[], object] = lambda: None,
 ) -> list[float]:
-    """Losses of some steps, whose last pass the flag names."""
+    """Losses of some steps, whose last pass the flag names; ``after`` follows each pass."""
     losses = []
     for step in steps:
         for micro_batch in range(micro_batches):
@@ -156,6 +164,7 @@ def train(
             loss = loss_of(model, step, micro_batch)
             loss.backward()
             losses.append(mean(loss))
+            after()
         optimizer.step()
         optimizer.zero_grad()
     return losses

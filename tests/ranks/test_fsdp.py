@@ -162,13 +162,9 @@ def test_no_flags_sync_in_every_pass() -> None:
     assert sent[0] == 3 * sent[1]
 
 
-def reported(rank: int, folder: Path) -> None:
-    topo.report(Trained(Q4, 1).optimizer, folder, title="FSDP2")
-
-
 def test_the_report_of_a_run(tmp_path: Path) -> None:
     """The folder has a report with all ranks' bytes next to the formula."""
-    run_threads(4, reported, tmp_path)
+    run_threads(4, lambda rank: topo.report(Trained(Q4, 1).optimizer, tmp_path, title="FSDP2"))
     report = json.loads((tmp_path / "report.json").read_text())
     rows = report["zero_topo"]["sent"]
     assert report["title"] == "FSDP2" and report["zero_topo"]["ranks"] == 4

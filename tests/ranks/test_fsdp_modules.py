@@ -62,27 +62,17 @@ class WithoutForward(nn.Module):
         self.first, self.scale = Block(), nn.Parameter(torch.zeros(WIDTH))
 
 
-class Flat(nn.Module):
-    """Calls the modules of its containers, however deep they lie, in order."""
+class Caller(nn.Module):
+    """Calls the modules of its containers, however deep they lie."""
 
-    def __init__(self, *elements: nn.Module) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.elements = nn.ModuleList(elements)
-
-    def __iter__(self) -> Any:
-        yield self
+        deep = nn.ModuleDict({"a": nn.ModuleList([Block()])})
+        self.containers = nn.ModuleList([deep, WithoutForward()])
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._call(self.elements, x)
-
-    def _call(self, module: nn.Module, x: Tensor) -> Tensor:
-        if type(module).forward is not nn.Module.forward and not isinstance(module, Flat):
-            return module(x)
-        if isinstance(module, WithoutForward):
-            x = x + module.scale
-        for child in module.children():
-            x = self._call(child, x)
-        return x
+        deep, own = self.containers
+        return own.first(deep["a"][0](x) + own.scale)
 
 
 class Experts(nn.Module):
@@ -132,31 +122,10 @@ def compiled() -> nn.ModuleList:
     return blocks
 
 
-class T5(nn.Module):
-    """Hugging Face's T5: blocks have lists of layers; both stacks have one embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        transformers = pytest.importorskip("transformers")
-        sizes = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4}
-        config = transformers.T5Config(vocab_size=WIDTH, dropout_rate=0.0, **sizes)
-        self.t5 = transformers.T5ForConditionalGeneration(config)
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = x.argmax(1)[None]
-        return self.t5(input_ids=tokens, decoder_input_ids=tokens).logits[0]
-
-
 Build = Callable[[], nn.Module]
 Names = tuple[str, ...]
 STAGES: Names = tuple(
     f"blocks.{stage}{inner}" for stage in "01" for inner in (".blocks.0", ".blocks.1", "")
-)
-T5_BLOCKS: Names = tuple(
-    f"t5.{stack}.block.{block}{layer}"
-    for stack, layers in (("encoder", 2), ("decoder", 3))
-    for block in "01"
-    for layer in (*(f".layer.{index}" for index in range(layers)), "")
 )
 MODELS: dict[str, tuple[Build, Names]] = {
     "pyramid": (lambda: net(nn.ModuleList([Stage(), Stage()])), STAGES),
@@ -166,8 +135,8 @@ MODELS: dict[str, tuple[Build, Names]] = {
         ("blocks.0.blocks.0", "blocks.0", "blocks.1.blocks.0", "blocks.1"),
     ),
     "containers": (
-        lambda: net(Flat(nn.ModuleDict({"a": nn.ModuleList([Block()])}), WithoutForward())),
-        ("blocks.elements.0.a.0", "blocks.elements.1.first"),
+        lambda: net(nn.ModuleList([Caller()])),
+        ("blocks.0.containers.0.a.0", "blocks.0.containers.1.first", "blocks.0"),
     ),
     "a list with a forward": (
         lambda: net(nn.ModuleList([InTurn([Block(), Block()])])),
@@ -177,7 +146,6 @@ MODELS: dict[str, tuple[Build, Names]] = {
     "shared part": (lambda: net(shared_part()), ()),
     "tied head": (tied_head, ("blocks.0",)),
     "experts": (lambda: net(nn.ModuleList([Experts()])), ("blocks.0",)),
-    "T5": (T5, T5_BLOCKS),
 }
 
 

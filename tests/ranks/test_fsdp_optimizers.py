@@ -7,19 +7,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
-import zero_topo.fsdp as topo
-from tests.harness import run_threads
-from tests.ranks.fsdp_scripts import loss_of, machine, net, weights_of
+from tests.ranks.fsdp_scripts import both, loss_of, make, train, weights_of
 
 
 class Extragradient(torch.optim.Optimizer):
@@ -41,19 +35,22 @@ class Extragradient(torch.optim.Optimizer):
 
 
 class ScheduleFree(torch.optim.Optimizer):
-    """Schedule-free SGD: its counters are in the group, and evaluation has other weights."""
+    """As schedule-free SGD: its counters are in the group, and evaluation has other weights, which
+    are the mean over all steps.
+    """
 
     def __init__(self, params: Any, lr: Any = 0.1) -> None:
-        super().__init__(params, {"lr": lr, "beta": 0.9, "k": 0, "train_mode": False})
+        super().__init__(params, {"lr": lr, "k": 0, "train_mode": True})
 
     def _swap(self, trains: bool) -> None:
         for group in self.param_groups:
             if group["train_mode"] != trains:
-                weight = 1 - group["beta"] if trains else 1 - 1 / group["beta"]
-                for param in group["params"]:
-                    if "z" in self.state[param]:
-                        param.data.lerp_(end=self.state[param]["z"], weight=weight)
                 group["train_mode"] = trains
+                for param in group["params"]:
+                    other = self.state[param]["z"]
+                    before = other.clone()
+                    other.copy_(param)
+                    param.data.copy_(before)
 
     @torch.no_grad()
     def train(self) -> None:
@@ -66,54 +63,29 @@ class ScheduleFree(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
-            if not group["train_mode"]:
-                raise RuntimeError("call optimizer.train() first")
-            weight = 1 / (group["k"] + 1)
-            for param in group["params"]:
-                z = self.state[param].setdefault("z", param.clone())
-                param.lerp_(end=z, weight=weight)
-                rate = group["lr"] * (group["beta"] * (1 - weight) - 1)
-                param.add_(param.grad, alpha=rate)
-                z.sub_(param.grad, alpha=group["lr"])
             group["k"] += 1
+            for param in group["params"]:
+                param.add_(param.grad, alpha=-group["lr"])
+                mean = self.state[param].setdefault("z", param.clone())
+                mean.lerp_(param, 1 / group["k"])
 
 
-Loop = Callable[[Any, Any, Callable[[int], Tensor]], list[Any]]
+Loop = Callable[[Any, Any], list[Any]]
 
 
-def trained(rank: int, kind: Any, settings: Any, loop: Loop, ours: bool) -> list[Any]:
-    """What a loop returns, and the weights after it, under plain FSDP2 or ours."""
-    model = net()
-    optimizer: Any
-    if ours:
-        topo.fully_shard(model, machine())
-        optimizer = topo.shard_optimizer(kind, model, elementwise=True, **settings)
-    else:
-        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-        optimizer = kind(model.parameters(), **settings)
-    found = loop(model, optimizer, partial(loss_of, model))
-    return [found, weights_of(model)]
+def trained(block: Any, kind: Any, lr: float, loop: Loop) -> list[Any]:
+    """What a loop returns, and the weights after it."""
+    model, optimizer = make(block, kind, lr, elementwise=True)
+    return [loop(model, optimizer), weights_of(model)]
 
 
-def assert_as_fsdp2(kind: Any, settings: dict[str, Any], loop: Loop) -> None:
+def assert_as_fsdp2(kind: Any, lr: float, loop: Loop) -> None:
     """A loop returns the same, and leaves the same weights."""
-    expected, ours = (run_threads(4, trained, kind, settings, loop, on)[0] for on in (False, True))
+    ours, expected = both(trained, kind, lr, loop)
     torch.testing.assert_close(ours, expected, rtol=1e-6, atol=2e-6)
 
 
-def steps(model: Any, optimizer: Any, loss_of: Any, numbers: range = range(3)) -> list[Any]:
-    """Losses of some steps."""
-    losses = []
-    for step in numbers:
-        loss = loss_of(step)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
-
-
-def by_closure(model: Any, optimizer: Any, loss_of: Any) -> list[Any]:
+def by_closure(model: Any, optimizer: Any) -> list[Any]:
     """What steps with a closure return, and how often it was called."""
     found: list[Any] = []
     for step in range(3):
@@ -122,7 +94,7 @@ def by_closure(model: Any, optimizer: Any, loss_of: Any) -> list[Any]:
         def closure(step: int = step, calls: list[int] = calls) -> Tensor:
             calls.append(step)
             optimizer.zero_grad()
-            loss = loss_of(step)
+            loss = loss_of(model, step)
             loss.backward()
             return loss.detach()
 
@@ -133,20 +105,20 @@ def by_closure(model: Any, optimizer: Any, loss_of: Any) -> list[Any]:
 @pytest.mark.parametrize("kind", [Extragradient, torch.optim.SGD])
 def test_the_closure_reaches_the_optimizer(kind: Any) -> None:
     """One that evaluates twice with other weights, one that may have it."""
-    assert_as_fsdp2(kind, {"lr": 0.1}, by_closure)
+    assert_as_fsdp2(kind, 0.1, by_closure)
 
 
-def between_evaluations(model: Any, optimizer: Any, loss_of: Any) -> list[Any]:
+def between_evaluations(model: Any, optimizer: Any) -> list[Any]:
     """Losses in training and in evaluation, and the counter of the groups."""
     found: list[Any] = []
     for step in range(0, 4, 2):
         optimizer.train()
         model.train()
-        found += steps(model, optimizer, loss_of, range(step, step + 2))
+        found += train(model, optimizer, range(step, step + 2))
         optimizer.eval()
         model.eval()
         with torch.no_grad():
-            found.append(float(loss_of(9)))
+            found.append(float(loss_of(model, 9)))
         model.reshard()
         found += [optimizer.param_groups[0][key] for key in ("k", "train_mode")]
     return found
@@ -154,18 +126,19 @@ def between_evaluations(model: Any, optimizer: Any, loss_of: Any) -> list[Any]:
 
 def test_a_schedule_free_optimizer_trains_and_evaluates() -> None:
     """Its methods change the weights of all ranks, and its counters count."""
-    assert_as_fsdp2(ScheduleFree, {"lr": 0.5}, between_evaluations)
+    assert_as_fsdp2(ScheduleFree, 0.05, between_evaluations)
 
 
-def no_such_attribute(model: Any, optimizer: Any, loss_of: Any) -> list[Any]:
+def attributes(model: Any, optimizer: Any) -> list[Any]:
     return [hasattr(optimizer, name) for name in ("train", "_swap", "nothing", "param_groups")]
 
 
 def test_attributes_are_those_of_the_inner_optimizer() -> None:
     """Public ones."""
-    loop = no_such_attribute
-    assert run_threads(4, trained, ScheduleFree, {}, loop, True)[0][0] == [True, False, False, True]
-    assert run_threads(4, trained, torch.optim.SGD, {}, loop, True)[0][0][0] is False
+    ours, _ = both(trained, ScheduleFree, 0.1, attributes)
+    assert ours[0] == [True, False, False, True]
+    ours, _ = both(trained, torch.optim.SGD, 0.1, attributes)
+    assert ours[0] == [False, False, False, True]
 
 
 def whole(optimizer: Any, model: Any) -> list[Any]:
@@ -201,16 +174,16 @@ def another_dict(optimizer: Any, weight: Any) -> None:
     optimizer.state = defaultdict(dict)
 
 
-def changed(model: Any, optimizer: Any, loss_of: Any) -> list[Any]:
+def changed(model: Any, optimizer: Any) -> list[Any]:
     """Losses and states of steps, between which the user changes states."""
-    found: list[Any] = [steps(model, optimizer, loss_of, range(2))]
+    found: list[Any] = [train(model, optimizer, range(2))]
     for number, change in enumerate((in_place, new, one_parameter, cleared, another_dict)):
         change(optimizer, model.out.weight)
         step = 2 + number
-        found += [steps(model, optimizer, loss_of, range(step, step + 1)), whole(optimizer, model)]
+        found += [train(model, optimizer, range(step, step + 1)), whole(optimizer, model)]
     return found
 
 
 def test_states_are_those_of_fsdp2() -> None:
     """DTensors of the parameters' shapes, and a change of them by the user has its effect."""
-    assert_as_fsdp2(torch.optim.Adam, {"lr": 1e-2}, changed)
+    assert_as_fsdp2(torch.optim.Adam, 1e-2, changed)

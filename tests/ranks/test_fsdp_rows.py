@@ -15,6 +15,7 @@ from benchmarks.fsdp_training import FsdpEngine
 from benchmarks.schemes import KNOWN
 from benchmarks.training_setup import TrainingSetup
 from tests.harness import run_threads
+from tests.ranks.fsdp_scripts import net
 from zero_topo.examples.gpt import GPT
 
 SPEC = Spec("tiny", 2, 1, 2, LinkRates(80, 60, 40))
@@ -30,9 +31,7 @@ def row(rank: int, name: str) -> tuple[list[float], float]:
         "ring": False,
         "micro_batches": 2,
     }
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = GPT(SETUP.layers, SETUP.width, SETUP.heads, SETUP.context)
+    model = net(model=GPT(SETUP.layers, SETUP.width, SETUP.heads, SETUP.context))
     engine = FsdpEngine(model, SETUP, job)
     tokens = torch.arange(9)[None]
     losses = []

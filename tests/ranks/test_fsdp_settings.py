@@ -115,9 +115,11 @@ def test_every_method_is_honoured_or_refused() -> None:
     assert REFUSED_CALLS.keys() == REFUSED.keys()
 
 
-def with_setting(block: Mapping[str, Any] | None, names: tuple[str, ...]) -> list[float]:
-    """Losses after calls of some methods."""
-    model, optimizer = make(block, torch.optim.SGD)
+def with_settings(
+    block: Mapping[str, Any] | None, names: tuple[str, ...], options: dict[str, Any]
+) -> list[float]:
+    """Losses of a model that was sharded with options, after calls of some methods."""
+    model, optimizer = make(block, torch.optim.SGD, options=options)
     losses = train(model, optimizer, range(1))
     for name in names:
         METHODS[name](model)
@@ -135,7 +137,7 @@ TOGETHER = tuple(name for name in METHODS if name not in DIVISION)
 )
 def test_settings_are_those_of_fsdp2(names: tuple[str, ...]) -> None:
     """Losses with the settings equal those of plain FSDP2."""
-    found, expected = both(with_setting, names)
+    found, expected = both(with_settings, names, {})
     assert found == pytest.approx(expected, abs=1e-6)
 
 
@@ -185,16 +187,10 @@ def test_every_parameter_is_honoured_or_refused() -> None:
     assert MISTAKES.keys() > REFUSED_OPTIONS
 
 
-def with_option(block: Mapping[str, Any] | None, name: str) -> list[float]:
-    """Losses of a model that was sharded with an option."""
-    model, optimizer = make(block, torch.optim.SGD, options={name: OPTIONS[name]})
-    return train(model, optimizer, range(2))
-
-
 @pytest.mark.parametrize("name", often(("reshard_after_forward",), OPTIONS))
 def test_options_are_those_of_fsdp2(name: str) -> None:
     """Losses with the option equal those of plain FSDP2."""
-    found, expected = both(with_option, name)
+    found, expected = both(with_settings, (), {name: OPTIONS[name]})
     assert found == pytest.approx(expected, abs=1e-6)
 
 
@@ -242,6 +238,39 @@ def optimized_by(kind: Any) -> Callable[[Any, Any], Any]:
 
 class Unknown(torch.optim.SGD):
     """A user's own."""
+
+
+def after_a_pass(call: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """A call with a parameter that has a gradient, and the optimizer; the weight stays as it is."""
+
+    def mistake(model: Any, block: Any) -> None:
+        optimizer = topo.shard_optimizer(ADAMW, SHARD(model, block), lr=0.0)
+        loss_of(model, 0).backward()
+        param = model.inp.weight
+        before = param.to_local().clone()
+        try:
+            with torch.no_grad():
+                call(param, optimizer)
+        finally:
+            assert torch.equal(before, param.to_local())
+
+    return mistake
+
+
+def read_in_a_hook(model: Any, block: Any) -> None:
+    """A gradient that is not reduced between nodes yet."""
+    topo.shard_optimizer(ADAMW, SHARD(model, block))
+    model.inp.weight.register_post_accumulate_grad_hook(lambda param: param.grad.norm())
+    loss_of(model, 0).backward()
+
+
+def read_after_the_step(param: Any, optimizer: Any) -> None:
+    """A gradient that is gone; a copy stays."""
+    grad = param.grad
+    copied = grad.clone()
+    optimizer.step()
+    assert copied.norm() > 0
+    grad.norm()
 
 
 MISTAKES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
@@ -292,9 +321,25 @@ MISTAKES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     ),
     "ignored": (ignoring, "give it an optimizer of its own"),
     "muon": (by_muon, "2D"),
+    "a weight added to": (
+        after_a_pass(lambda param, _: param.add_(param.grad, alpha=-0.1)),
+        "let the optimizer of shard_optimizer update it",
+    ),
+    "a weight overwritten": (
+        after_a_pass(lambda param, _: param.copy_(param - param.grad)),
+        "let the optimizer of shard_optimizer update it",
+    ),
+    "several weights added to": (
+        after_a_pass(lambda param, _: torch._foreach_add_([param], [param.grad], alpha=-0.1)),
+        "let the optimizer of shard_optimizer update it",
+    ),
+    "a gradient read in a hook": (read_in_a_hook, "read param.grad after the pass"),
+    "a gradient read after the step": (
+        after_a_pass(read_after_the_step),
+        "copy it by param.grad.clone()",
+    ),
     "an unknown optimizer": (optimized_by(Unknown), "pass elementwise=True"),
     "norms of rows": (optimized_by(torch.optim.Adafactor), "pass elementwise=True"),
-    "all parameters at once": (optimized_by(torch.optim.LBFGS), "pass elementwise=True"),
 }
 """Calls with a model and a block, and what every rank reads."""
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import zero_topo.fsdp as topo
 from tests.harness import run_threads
 from tests.marks import often
-from tests.ranks.fsdp_scripts import EXACT, make
+from tests.ranks.fsdp_scripts import both, make, train
 
 IN, OUT = 34, 45  # over two ranks the bias ends where no FP32 value may begin
 INT8: dict[str, Any] = {"scheme": "paper", "quantize": {"gradients": None}}
@@ -22,6 +22,8 @@ INT8: dict[str, Any] = {"scheme": "paper", "quantize": {"gradients": None}}
 
 class Adapted(nn.Module):
     """A frozen layer with adapters of another type, and one with whole numbers."""
+
+    width = IN
 
     def __init__(self, base: torch.dtype, codes: bool) -> None:
         super().__init__()
@@ -35,11 +37,14 @@ class Adapted(nn.Module):
         self.gathered = [param.detach().clone() for param in self.parameters()]
         x = (x * self.scale).to(self.up.weight.dtype)
         y = self.base(x.to(self.base.weight.dtype)) + self.up(self.down(x))
-        return y.float() + (0.0 if self.codes is None else self.codes / 8)
+        y = y.float() + (0.0 if self.codes is None else self.codes / 8)
+        return y[:, :IN]
 
 
 class Grouped(nn.Module):
     """A norm in FP32 and a head in BF16, which FSDP2 gathers together."""
+
+    width = IN
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +57,7 @@ class Grouped(nn.Module):
         x = self.norm(self.first(x))
         parts = [*self.norm.parameters(), *self.head.parameters()]
         self.gathered = [param.detach().clone() for param in parts]
-        return self.head(x.bfloat16()).float()
+        return self.head(x.bfloat16()).float()[:, :IN]
 
 
 Build = Callable[[], nn.Module]
@@ -64,7 +69,7 @@ CASES: dict[str, tuple[Build, torch.dtype | None]] = {
 }
 
 
-def train(rank: int, name: str, block: Any) -> tuple[list[float], list[Tensor], Any]:
+def trained(block: Any, name: str) -> tuple[list[float], list[Tensor], Any]:
     """Losses of three steps, the weights with which the last computed, and statistics."""
     build, computed = CASES[name]
     options = {"mp_policy": MixedPrecisionPolicy(computed, torch.float32)} if computed else {}
@@ -73,14 +78,7 @@ def train(rank: int, name: str, block: Any) -> tuple[list[float], list[Tensor], 
         return [[model.norm, model.head]] if isinstance(model, Grouped) else []
 
     model, optimizer = make(block, torch.optim.SGD, 0.1, modules, options, model=build())
-    losses = []
-    for step in range(3):
-        batch = torch.randn(4, IN, generator=torch.Generator().manual_seed(10 * step + rank))
-        loss = (model(batch) - 1).pow(2).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+    losses = train(model, optimizer, range(3))
     return losses, model.gathered, topo.stats(optimizer) if block else None
 
 
@@ -91,10 +89,9 @@ def test_each_type_is_sent_as_the_plan_says(name: str) -> None:
     """Unquantized as plain FSDP2; else floats as INT8, near what they are, whole numbers as they
     are, bytes by the formula.
     """
-    expected, weights, _ = run_threads(4, train, name, None)[0]
-    losses, _, exact = run_threads(4, train, name, EXACT)[0]
+    (losses, _, exact), (expected, weights, _) = both(trained, name)
     torch.testing.assert_close(losses, expected, rtol=0, atol=1e-6)
-    losses, rounded, stats = run_threads(4, train, name, INT8)[0]
+    losses, rounded, stats = run_threads(4, lambda rank: trained(INT8, name))[0]
     assert losses == pytest.approx(expected, abs=0.05) and losses != expected
     assert stats.step_bytes == stats.formula and exact.step_bytes == exact.formula
     sent = []
