@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
+from zero_topo.engine.stage3 import Stage3
 from zero_topo.sync import Parameter
 from zero_topo.topology.model import Topology
 
@@ -57,6 +58,18 @@ class Case:
     def parameters(self) -> list[Parameter]:
         """Trained ones first, as the engine counts them."""
         return [*self.trained, *self.frozen]
+
+    def engine(self) -> Stage3:
+        """This rank's engine."""
+        return Stage3(
+            self.config,
+            self.trained,
+            self.frozen,
+            torch.empty(0, dtype=self.dtype),
+            self.scatter_dtype,
+            self.dtype,
+            self.run_numel,
+        )
 
     def __str__(self) -> str:
         sizes = [(p.numel, p.dims, p.persistent, p.sent) for p in self.parameters]

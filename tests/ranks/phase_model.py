@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.ranks.phase_cases import Case
+from zero_topo.config import resolve
 from zero_topo.plan import Phase, coded_params
 from zero_topo.quant import ops
 from zero_topo.quant.operands import DTYPES
@@ -88,6 +89,9 @@ class Model:
     Attributes:
         tables: each parameter's exact weights ``[N, width]``.
         int8: those that are stored as INT8 alone, by index.
+        secondary: the degree of secondary copies; 0 if there are none.
+        captures: whether a copy is shared by ranks that together store a part of the weights.
+            Forward gathers then store it, since the own weights do not contain it.
         captured: secondary copies that forward gathers have stored, by index.
         sums: for each gradient domain, each trained parameter's accumulated gradient.
         synced: gradients after the sync, by index.
@@ -104,6 +108,10 @@ class Model:
         self.tables: list[Tensor] = []
         self.captured: dict[int, Tensor] = {}
         self.int8 = self._int8()
+        self.secondary = self.plan.secondary or 0
+        if self.config.resident_spec is not None or self.plan.weights == 1:
+            self.secondary = 0
+        self.captures = self.secondary % self.plan.weights != 0
         accumulated = case.config.accumulation_dtype
         self.accumulated = DTYPES[accumulated] if accumulated else case.dtype
         sync_dtype = getattr(case.config.sync, "dtype", None)
@@ -171,20 +179,11 @@ class Model:
                 table = self._backward(index)
             else:
                 table = self._forward(index)
-                self._capture(index, table)
+                if self.captures and index not in self.captured:
+                    wire = self.config.secondary_spec or self._plain(index)
+                    self.captured[index] = self._sent(table, self.secondary, wire)
             found.append(self.whole(table, index))
         return found
-
-    def _secondary_degree(self) -> int | None:
-        if self.config.resident_spec is not None or self.plan.weights == 1:
-            return None
-        return self.plan.secondary
-
-    def _is_captured(self) -> bool:
-        """Whether a copy is shared by ranks that together store a part of the weights: forward
-        gathers then store it, since the own weights do not contain it."""
-        degree = self._secondary_degree()
-        return degree is not None and degree % self.plan.weights != 0
 
     def _plain(self, index: int) -> Cast:
         return ops.cast_to(self.parameters[index].sent or self.case.dtype)
@@ -210,18 +209,12 @@ class Model:
         return self._gathered(self.tables[index], self.plan.weights, spec, index)
 
     def _backward(self, index: int) -> Tensor:
-        degree = self._secondary_degree()
-        if degree is None:
+        if not self.secondary:
             return self._forward(index)
-        if self._is_captured():
+        if self.captures:
             return self.captured[index] if index in self.captured else self._forward(index)
-        return self._gathered(self.tables[index], degree, self.config.secondary_spec, index)
-
-    def _capture(self, index: int, table: Tensor) -> None:
-        degree = self._secondary_degree()
-        if degree is not None and self._is_captured() and index not in self.captured:
-            wire = self.config.secondary_spec or self._plain(index)
-            self.captured[index] = self._sent(table, degree, wire)
+        spec = self.config.secondary_spec
+        return self._gathered(self.tables[index], self.secondary, spec, index)
 
     def publish(self, indices: Sequence[int], masters: list[Tensor]) -> None:
         """Weights follow masters ``[N, width]``, FP32."""
@@ -272,7 +265,7 @@ class Model:
 
     def _adds(self, lo: int, hi: int) -> bool:
         """Whether the backend adds gradients in a group, if they are not quantized."""
-        return self.config.topology.domain(hi) != "world" or hi // lo <= 8
+        return self.config.topology.domain(hi) != "world" or hi // lo <= resolve.BACKEND_ADDS
 
     def scatter(self, indices: Sequence[int], grads: list[list[Tensor]]) -> None:
         """Add the mean of all ranks' gradients, ``grads[rank][k]`` of parameter ``indices[k]``."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -20,10 +20,11 @@ from torch import Tensor
 
 from tests.harness import run_threads
 from tests.marks import late
-from tests.ranks.phase_cases import Case, drawn_case
+from tests.ranks.phase_cases import drawn_case
 from tests.ranks.phase_model import Model
 from zero_topo.collectives.queue import Handle
 from zero_topo.collectives.transport import Group
+from zero_topo.config import resolve
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.engine.weights import Weights
 from zero_topo.plan import Phase
@@ -37,109 +38,30 @@ GARBAGE = 99.0
 """What a file may have in the padding."""
 
 
-class Engine:
-    """One rank's engine, called as the hook calls it."""
-
-    def __init__(self, case: Case) -> None:
-        like = torch.empty(0, dtype=case.dtype)
-        self._case = case
-        self._saved: dict[str, Any] = {}
-        self._made = Stage3(
-            case.config,
-            case.trained,
-            case.frozen,
-            like,
-            case.scatter_dtype,
-            case.dtype,
-            case.run_numel,
-        )
-
-    def load(self, trained: Tensor, frozen: Tensor, masters: Tensor, state: Any) -> None:
-        """Start from the rank's own world shards ``[F]`` and, unless it is None, a saved state."""
-        self._made.weights.own_row.copy_(trained)
-        if state is not None:
-            self._made.load_state_dict(state)
-        if self._case.trained:
-            self._made.restart(masters)
-        if self._case.frozen:
-            self._made.sets[1].own_row.copy_(frozen)
-            self._made.restart_frozen()
-
-    def _set_of(self, index: int) -> tuple[Weights, int]:
-        """The weights that have a parameter, and the number of its first one."""
-        count = len(self._case.trained)
-        if index < count:
-            return self._made.weights, 0
-        return self._made.sets[1], count
-
-    def gather(self, order: Sequence[int], *lists: tuple[Sequence[int], Phase]) -> list[Tensor]:
-        """Whole parameters, of lists that are all trained or all frozen. Their gathers begin one
-        after the other; the rank waits for them in its own order.
-        """
-        begun = []
-        for indices, phase in lists:
-            weights, first = self._set_of(indices[0])
-            begun.append(weights.gather([index - first for index in indices], phase))
-        found = {place: begun[place].wait() for place in order}
-        return [whole for place in range(len(begun)) for whole in found[place]]
-
-    def publish(self, indices: range, masters: Tensor) -> None:
-        """The optimizer has updated these masters ``[N / O, columns]``."""
-        self._made.weights.update(masters, indices)
-
-    def edit(self, index: int, full: Tensor) -> None:
-        """A user has written a whole parameter."""
-        weights, first = self._set_of(index)
-        weights.write_back(index - first, full)
-
-    def scatter(self, indices: Sequence[int], grads: list[Tensor], last: bool) -> None:
-        """A bucket of one micro-batch's gradients."""
-        sent = self._case.trained[indices[0]].sent
-        self._made.gradients.scatter(indices, grads, last, sent)
-
-    def peek(self) -> Tensor:
-        """A user reads gradients before the step: the rank's own row ``[F]``."""
-        return self._made.gradients.peek().clone()
-
-    def sync(self) -> Tensor:
-        """The gradients that the optimizer reads, ``[N / O, F]``."""
-        self._made.gradients.sync()
-        return self._made.gradients.optimizer_rows().clone()
-
-    def end_step(self) -> None:
-        """The step has ended."""
-        self._made.end_step(skipped=False)
-
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint saves."""
-        return self._made.state_dict()
-
-    def weights(self) -> Tensor:
-        """The bytes of the weights that this rank stores."""
-        self._made.weights.wait_for_publish()
-        return self._made.weights.replicas()[0].view(-1).view(torch.uint8).clone()
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call, with what a rank passes and what it must return.
+@dataclass
+class Rank:
+    """One rank of a walk.
 
     Attributes:
-        name: a method of :class:`Engine`, or "restart".
-        arguments: by rank.
-        wanted: by rank; None where nothing is returned.
-        words: for messages.
+        number: its rank.
+        engine: its own, called as the hook calls it.
+        done: the case and the calls so far, for messages.
+        saved: what a checkpoint saved of the engine before this one.
     """
 
-    name: str
-    arguments: Callable[[int], tuple[Any, ...]]
-    wanted: Callable[[int], list[Tensor]] | None = None
-    words: str = ""
+    number: int
+    engine: Stage3
+    done: list[str]
+    saved: dict[str, Any] = field(default_factory=dict)
 
-
-def nothing(rank: int) -> tuple[Any, ...]:
-    """No arguments."""
-    return ()
+    def compare(self, found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
+        """What the last call returns must be what the model says, bit for bit."""
+        for place, (ours, right) in enumerate(zip(found, wanted, strict=True)):
+            assert ours.dtype == right.dtype and torch.equal(ours, right), (
+                f"result {place} of the last call differs on rank {self.number}: "
+                f"{ours.reshape(-1)[:4].tolist()} is not {right.reshape(-1)[:4].tolist()}\n"
+                + "\n".join(self.done)
+            )
 
 
 class Walk:
@@ -152,7 +74,7 @@ class Walk:
         self.trained = range(self.model.count)
         self.frozen = range(self.model.count, len(self.model.parameters))
         self._generator = torch.Generator().manual_seed(seed)
-        self._calls: list[Call] = []
+        self._calls: list[tuple[str, Callable[[Rank], object]]] = []
         self._masters = [self._drawn(p.numel) for p in self.model.parameters]
         self._load("fresh")
 
@@ -183,13 +105,25 @@ class Walk:
                 tables[index] = self.model.tables[index].clone()
         self.model.load(tables, masters, state == "saved")
 
-        def arguments(rank: int) -> tuple[Any, ...]:
-            trained = self._own(tables, self.trained, rank, GARBAGE)
-            frozen = self._own(tables, self.frozen, rank, GARBAGE)
-            own_masters = self._own(masters, self.trained, rank, 0.0)
-            return trained, frozen, own_masters, state
+        def load(rank: Rank) -> None:
+            engine = rank.engine
+            engine.weights.own_row.copy_(self._own(tables, self.trained, rank.number, GARBAGE))
+            if state != "fresh":
+                engine.load_state_dict(rank.saved if state == "saved" else {})
+            if self.trained:
+                engine.restart(self._own(masters, self.trained, rank.number, 0.0))
+            if self.frozen:
+                frozen = self._own(tables, self.frozen, rank.number, GARBAGE)
+                engine.sets[1].own_row.copy_(frozen)
+                engine.restart_frozen()
 
-        self._calls.append(Call("load", arguments, words=state))
+        self._calls.append((f"load {state}", load))
+
+    def _set_of(self, rank: Rank, index: int) -> tuple[Weights, int]:
+        """The weights that have a parameter, and the number of its first one."""
+        if index in self.trained:
+            return rank.engine.weights, 0
+        return rank.engine.sets[1], self.model.count
 
     def _alike(self, pool: Sequence[int]) -> list[int]:
         """Some parameters that one collective may carry, in some order."""
@@ -198,8 +132,9 @@ class Walk:
         return self.rng.sample(alike, self.rng.randint(1, len(alike)))
 
     def gather(self, *phases: Phase) -> None:
-        """Gather some parameters, in one of these phases; or several lists at once, for which
-        ranks wait in any order."""
+        """Gather some parameters, in one of these phases; or several lists at once, all trained or
+        all frozen, for which ranks wait in any order.
+        """
         left = set(self.trained) | set(self.frozen)
         lists = []
         wanted = []
@@ -213,8 +148,16 @@ class Walk:
             if not left:
                 break
         orders = [self.rng.sample(range(len(lists)), len(lists)) for _ in range(self.model.world)]
-        call = Call("gather", lambda rank: (orders[rank], *lists), lambda _: wanted, f"{lists}")
-        self._calls.append(call)
+
+        def gather(rank: Rank) -> None:
+            begun = []
+            for indices, phase in lists:
+                weights, first = self._set_of(rank, indices[0])
+                begun.append(weights.gather([index - first for index in indices], phase))
+            found = {place: begun[place].wait() for place in orders[rank.number]}
+            rank.compare([whole for place in sorted(found) for whole in found[place]], wanted)
+
+        self._calls.append((f"gather {lists}", gather))
 
     def publish(self) -> None:
         """Update consecutive parameters, in one or several calls."""
@@ -234,12 +177,16 @@ class Walk:
         masters = [self._masters[index].clone() for index in indices]
         self.model.publish(indices, masters)
 
-        def arguments(rank: int) -> tuple[Any, ...]:
-            degree = self.model.plan.optimizer
-            rows = [self.model.rows(master, rank, degree) for master in masters]
-            return indices, torch.cat(rows, dim=1)
+        def publish(rank: Rank) -> None:
+            rank.engine.weights.update(self._optimizer_rows(masters, rank), indices)
 
-        self._calls.append(Call("publish", arguments, words=str(indices)))
+        self._calls.append((f"publish {indices}", publish))
+
+    def _optimizer_rows(self, tables: list[Tensor], rank: Rank) -> Tensor:
+        """The rows ``[N / O, columns]`` of these tables that a rank's optimizer has."""
+        degree = self.model.plan.optimizer
+        rows = [self.model.rows(table, rank.number, degree) for table in tables]
+        return torch.cat(rows, dim=1)
 
     def edit(self) -> None:
         """Write a whole parameter; half of the time with the values that it has."""
@@ -250,7 +197,12 @@ class Walk:
         self.model.edit(index, full)
         if index in self.trained:
             self._masters[index] = self.model.table(full).float()
-        self._calls.append(Call("edit", lambda _: (index, full.clone()), words=str(index)))
+
+        def edit(rank: Rank) -> None:
+            weights, first = self._set_of(rank, index)
+            weights.write_back(index - first, full.clone())
+
+        self._calls.append((f"edit {index}", edit))
 
     def micro_batch(self, last: bool) -> None:
         """Scatter the gradients of some parameters, in buckets."""
@@ -268,40 +220,49 @@ class Walk:
             grads.append([self._normal(numel).to(dtype) for numel in numels])
         self.model.scatter(bucket, grads)
 
-        def arguments(rank: int) -> tuple[Any, ...]:
-            return bucket, [grad.clone() for grad in grads[rank]], last
+        def scatter(rank: Rank) -> None:
+            own = [grad.clone() for grad in grads[rank.number]]
+            sent = self.model.parameters[bucket[0]].sent
+            rank.engine.gradients.scatter(bucket, own, last, sent)
 
-        self._calls.append(Call("scatter", arguments, words=f"{bucket} {last}"))
+        self._calls.append((f"scatter {bucket} {last}", scatter))
 
     def sync(self) -> None:
         """Reduce gradients across gradient domains."""
         tables = [table.clone() for table in self.model.sync()]
-        degree = self.model.plan.optimizer
 
-        def wanted(rank: int) -> list[Tensor]:
-            return [torch.cat([self.model.rows(table, rank, degree) for table in tables], dim=1)]
+        def sync(rank: Rank) -> None:
+            rank.engine.gradients.sync()
+            found = rank.engine.gradients.optimizer_rows()
+            rank.compare([found], [self._optimizer_rows(tables, rank)])
 
-        self._calls.append(Call("sync", nothing, wanted))
+        self._calls.append(("sync", sync))
 
     def peek(self) -> None:
         """Read gradients before the step, where the sync does not round what is read twice."""
         if self.model.sync_dtype == self.model.accumulated:
             tables = [table.clone() for table in self.model.sync()]
 
-            def wanted(rank: int) -> list[Tensor]:
-                return [self._own(tables, self.trained, rank, 0.0)]
+            def peek(rank: Rank) -> None:
+                own_row = self._own(tables, self.trained, rank.number, 0.0)
+                rank.compare([rank.engine.gradients.peek()], [own_row])
 
-            self._calls.append(Call("peek", nothing, wanted))
+            self._calls.append(("peek", peek))
 
     def end_step(self) -> None:
         """End the step."""
         self.model.end_step()
-        self._calls.append(Call("end_step", nothing))
+        self._calls.append(("end_step", lambda rank: rank.engine.end_step(skipped=False)))
 
     def restart(self) -> None:
         """Go on with a new engine from own rows and masters, with or without the saved state."""
-        self._calls.append(Call("end_step", nothing))
-        self._calls.append(Call("restart", nothing))
+
+        def restart(rank: Rank) -> None:
+            rank.engine.end_step(skipped=False)
+            rank.saved = rank.engine.state_dict()
+            rank.engine = self.case.engine()
+
+        self._calls.append(("restart", restart))
         self._load(self.rng.choice(["saved", "saved", "lost"]))
 
     # -- on ranks ----------------------------------------------------------------------------------
@@ -316,35 +277,15 @@ class Walk:
                     f"{self.case}: ranks {ranks[0]} and {rank} store different weights"
                 )
 
-    def _on_rank(self, rank: int) -> Tensor:
-        engine = Engine(self.case)
-        saved: dict[str, Any] = {}
-        for number, call in enumerate(self._calls):
-            arguments = call.arguments(rank)
-            if call.name == "restart":
-                saved = engine.state()
-                engine = Engine(self.case)
-                continue
-            if call.name == "load":
-                *rows, state = arguments
-                arguments = (*rows, {"fresh": None, "lost": {}, "saved": saved}[state])
-            found = getattr(engine, call.name)(*arguments)
-            if call.wanted is not None:
-                results = [found] if isinstance(found, Tensor) else found
-                self._compare(number, rank, results, call.wanted(rank))
-        return engine.weights()
-
-    def _compare(self, number: int, rank: int, found: list[Tensor], wanted: list[Tensor]) -> None:
-        for place, (ours, right) in enumerate(zip(found, wanted, strict=True)):
-            if ours.dtype == right.dtype and torch.equal(ours, right):
-                continue
-            calls = [f"{k} {call.name} {call.words}" for k, call in enumerate(self._calls)]
-            history = "\n".join(calls[: number + 1])
-            raise AssertionError(
-                f"{self.case}\nresult {place} of the last call differs on rank {rank}: "
-                f"{ours.reshape(-1)[:4].tolist()} is not {right.reshape(-1)[:4].tolist()}\n"
-                f"{history}"
-            )
+    def _on_rank(self, number: int) -> Tensor:
+        """Make the calls; return the bytes of the weights that the rank stores in the end."""
+        rank = Rank(number, self.case.engine(), [str(self.case)])
+        for words, call in self._calls:
+            rank.done.append(words)
+            call(rank)
+        weights = rank.engine.weights
+        weights.wait_for_publish()
+        return weights.replicas()[0].view(-1).view(torch.uint8).clone()
 
 
 # -- properties ------------------------------------------------------------------------------------
@@ -430,6 +371,12 @@ def late_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
         return Handle(received).then(lambda buffer: buffer.copy_(arrived))
 
     monkeypatch.setattr(Group, "_all_gather", slow)
+
+
+@pytest.fixture(autouse=True)
+def own_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend adds between two nodes. Between three the sums are ours: FP32, rounded once."""
+    monkeypatch.setattr(resolve, "BACKEND_ADDS", 2)
 
 
 @pytest.mark.parametrize(

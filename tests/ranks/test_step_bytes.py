@@ -37,56 +37,38 @@ def with_sync(case: Case, sync: dict[str, Any]) -> Case:
     return replace(case, config=config) if case.trained else case
 
 
-class Steps:
-    """One rank's engine and its steps."""
+def gather(engine: Stage3, case: Case, phase: Phase) -> None:
+    """Gather the parameters that a phase is for."""
+    for weights, parameters in zip(engine.sets, (case.trained, case.frozen), strict=False):
+        for index, parameter in enumerate(parameters):
+            if parameter.persistent == (phase == "gather_exact"):
+                weights.gather([index], phase).wait()
 
-    def __init__(self, case: Case) -> None:
-        self.engine = Stage3(
-            case.config,
-            case.trained,
-            case.frozen,
-            torch.empty(0, dtype=case.dtype),
-            case.scatter_dtype,
-            case.dtype,
-            case.run_numel,
-        )
-        self._case = case
+
+def backward(engine: Stage3, case: Case, last: bool) -> None:
+    """A backward pass with a bucket for each type that is sent."""
+    gather(engine, case, "gather_backward")
+    buckets: dict[Any, list[int]] = {}
+    for index, parameter in enumerate(case.trained):
+        buckets.setdefault(parameter.sent, []).append(index)
+    for sent, bucket in buckets.items():
+        numels = [case.trained[index].numel for index in bucket]
+        grads = [torch.ones(numel, dtype=case.dtype) for numel in numels]
+        engine.gradients.scatter(bucket, grads, last, sent)
+
+
+def step(engine: Stage3, case: Case, micro_batches: int) -> None:
+    """One optimizer step, which makes new weights of the gradients."""
+    for batch in range(micro_batches):
+        gather(engine, case, "gather_forward")
         if case.trained:
-            columns = self.engine.weights.own_row.shape
-            self.engine.restart(torch.zeros(columns))
-        if case.frozen:
-            self.engine.restart_frozen()
-
-    def _gather(self, phase: Phase) -> None:
-        parts = zip(self.engine.sets, (self._case.trained, self._case.frozen), strict=False)
-        for weights, parameters in parts:
-            for index, parameter in enumerate(parameters):
-                if parameter.persistent == (phase == "gather_exact"):
-                    weights.gather([index], phase).wait()
-
-    def _backward(self, last: bool) -> None:
-        self._gather("gather_backward")
-        buckets: dict[Any, list[int]] = {}
-        for index, parameter in enumerate(self._case.trained):
-            buckets.setdefault(parameter.sent, []).append(index)
-        for sent, bucket in buckets.items():
-            numels = [self._case.trained[index].numel for index in bucket]
-            grads = [torch.ones(numel, dtype=self._case.dtype) for numel in numels]
-            self.engine.gradients.scatter(bucket, grads, last, sent)
-
-    def step(self, micro_batches: int) -> None:
-        """One optimizer step, which makes new weights of the gradients."""
-        trained = bool(self._case.trained)
-        for batch in range(micro_batches):
-            self._gather("gather_forward")
-            if trained:
-                self._backward(batch == micro_batches - 1)
-        if trained:
-            self.engine.gradients.sync()
-            self.engine.weights.update(self.engine.gradients.optimizer_rows().float())
-            self._gather("gather_exact")
-            self.engine.weights.wait_for_publish()
-        self.engine.end_step(skipped=False)
+            backward(engine, case, batch == micro_batches - 1)
+    if case.trained:
+        engine.gradients.sync()
+        engine.weights.update(engine.gradients.optimizer_rows().float())
+        gather(engine, case, "gather_exact")
+        engine.weights.wait_for_publish()
+    engine.end_step(skipped=False)
 
 
 @pytest.mark.parametrize("seeds", [range(25), late(range(25, 1500))], ids=["some", "many"])
@@ -99,13 +81,17 @@ def test_the_formulas_are_what_every_rank_sends_and_stores(seeds: range) -> None
         micro_batches = rng.randint(1, 3)
 
         def rank_main(rank: int, case: Case = case, count: int = micro_batches) -> None:
-            steps = Steps(case)
-            steps.step(1)  # fills copies that all later steps read
-            steps.step(count)
-            work = steps.engine.workload(count)
-            sent = Counter(steps.engine.meter.last_step)
+            engine = case.engine()
+            if case.trained:
+                engine.restart(torch.zeros(engine.weights.own_row.shape))
+            if case.frozen:
+                engine.restart_frozen()
+            step(engine, case, 1)  # fills copies that all later steps read
+            step(engine, case, count)
+            work = engine.workload(count)
+            sent = Counter(engine.meter.last_step)
             assert sent == step_bytes(case.config, work), case
-            memory = steps.engine.memory()
+            memory = engine.memory()
             formula = memory_bytes(case.config, work, case.dtype.itemsize)
             for role in ("weights", "secondary", "frozen", "residual"):
                 assert memory.get(role, 0) == formula.get(role, 0), (role, case)
