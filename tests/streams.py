@@ -139,8 +139,8 @@ class Device(TorchDispatchMode):
     """The device; within it, operations are booked on the current stream.
 
     Attributes:
-        log: stream, name and number of each kernel's call and collective, in the order in which
-            they were queued.
+        log: stream, name and number of each kernel's call and collective, and what the stream had
+            waited for, in the order in which they were queued.
     """
 
     def __init__(self) -> None:
@@ -148,7 +148,7 @@ class Device(TorchDispatchMode):
         self.clocks: dict[str, dict[str, int]] = {MAIN: {}, HOST: {}}
         self._thread = _Thread()
         self._hosts: set[int] = set()
-        self.log: list[tuple[str, str, int]] = []
+        self.log: list[tuple[str, str, int, dict[str, int]]] = []
         self._number = 0
         self._traces: list[Trace] = [[]]
         self._memory: dict[int, _Memory] = {}
@@ -224,12 +224,11 @@ class Device(TorchDispatchMode):
             return out
         given: dict[bool, list[Tensor]] = {False: [], True: []}
         names, touches = _known(func)
-        for (_, writes), value in zip(names, args, strict=False):
+        values = [*args, *(kwargs.get(name) for name, _ in names[len(args) :])]
+        for (_, writes), value in zip(names, values, strict=True):
             given[writes] += _tensors(value)
-        for name, writes in names[len(args) :]:
-            given[writes] += _tensors(kwargs.get(name))
         made = [] if given[True] else _tensors(out)
-        keys = {tensor.untyped_storage()._cdata for tensor in given[False]} if made else set()
+        keys = {tensor.untyped_storage()._cdata for tensor in given[False]}
         new = [tensor for tensor in made if tensor.untyped_storage()._cdata not in keys]
         touched = [*given[False], *given[True], *(new if ON_GPU else ())]
         hosts = list(map(self._is_hosts, touched))
@@ -241,10 +240,9 @@ class Device(TorchDispatchMode):
             with self._operation(func._schema.name):
                 if new:
                     self._reuse(func._schema.name)
-                for writes, tensors in (
-                    ((False, given[False]), (True, given[True] + new)) if touches else ()
-                ):
-                    self._book(func._schema.name, writes, map(_all_of, tensors))
+                if touches:
+                    self._book(func._schema.name, False, map(_all_of, given[False]))
+                    self._book(func._schema.name, True, map(_all_of, given[True] + new))
                 for tensor in new:
                     self._memory_of(tensor.untyped_storage())
         finally:
@@ -261,7 +259,8 @@ class Device(TorchDispatchMode):
     ) -> Iterator[None]:
         """A kernel or a collective on the current stream; what is done inside is not booked."""
         with _disable_current_modes(), self._operation(name):
-            self.log.append((self.current, name, self._number))
+            clock = dict(self.clocks[self.current])
+            self.log.append((self.current, name, self._number, clock))
             self._book(name, False, reads)
             self._book(name, True, writes)
             yield
@@ -342,13 +341,8 @@ def _known(func: Any) -> tuple[tuple[tuple[str, bool], ...], bool]:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return (
-        [part for part in value if isinstance(part, Tensor)]
-        if isinstance(value, list | tuple)
-        else []
-    )
+    parts = value if isinstance(value, list | tuple) else [value]
+    return [part for part in parts if isinstance(part, Tensor)]
 
 
 def _trace(frame: FrameType | None) -> Trace:
@@ -362,11 +356,12 @@ def _trace(frame: FrameType | None) -> Trace:
 
 
 def _settings(trace: Trace) -> list[str]:
-    files = [(code.co_filename, line) for code, line in trace]
-    return [
-        f"  {file.rsplit('/zero_topo/', 1)[-1]}:{line} {linecache.getline(file, line).strip()}"
-        for file, line in files
-    ]
+    found = []
+    for code, line in trace:
+        file = code.co_filename
+        text = linecache.getline(file, line).strip()
+        found.append(f"  {file.rsplit('/zero_topo/', 1)[-1]}:{line} {text}")
+    return found
 
 
 # -- where things lie ------------------------------------------------------------------------------

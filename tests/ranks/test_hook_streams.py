@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from operator import is_
 from types import SimpleNamespace
 from typing import Any
@@ -15,16 +14,41 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.marks import late
+from tests.marks import often
 from tests.ranks.test_streams import DeepSpeed, job
 from tests.ranks.worlds import BLOCKS
 from tests.streams import Stream
 from zero_topo.engine.residual_transfer import STATE_KEY
+from zero_topo.engine.stage3 import Stage3
 from zero_topo.hook import optimizer
 from zero_topo.hook import optimizer as module
 from zero_topo.hook.parts import EnginePart, Parts
 from zero_topo.hook.passes import BackwardPasses
 from zero_topo.hook.seam import Stock
+
+
+def attach(own: Any, engine: Stage3, columns: list[tuple[int, int]]) -> None:
+    """What the hook's optimizer has of an engine, and of sub-groups with these columns."""
+    param_indices = {index: index for index in range(len(engine.layout.numels))}
+    gathers: Any = SimpleNamespace(trained=[], param_indices=param_indices)
+    part = EnginePart(engine, gathers, tuple(range(len(columns))), STATE_KEY)
+    widths = [end - begin for begin, end in columns]
+    height = len(engine.gradients.optimizer_rows())
+    masters = [torch.zeros(height * width) for width in widths]
+    for master in masters:
+        master.grad = torch.zeros_like(master)
+    own.__dict__ |= {
+        "_parts": Parts([part], columns),
+        "topo": engine,
+        "param_indices": param_indices,
+        "offload_optimizer": False,
+        "fp16_partitioned_groups_flat_numel": widths,
+        "fp32_partitioned_groups_flat": masters,
+    }
+
+
+ARRIVES = "reduce_independent_p_g_buckets_and_remove_grads"
+"""What DeepSpeed calls when a gradient arrives."""
 
 
 @contextmanager
@@ -46,16 +70,8 @@ def hooked(deepspeed: DeepSpeed, offload: bool) -> Iterator[Any]:
         patch.object(optimizer, "meeting_place", lambda: None),
     ):
         own = optimizer.TopoStage3(configs=[deepspeed.engine.config])
-    rows = deepspeed.engine.gradients.optimizer_rows()
-    widths = [end - begin for begin, end in deepspeed.columns]
-    param_indices = {param_index: param_index for param_index in range(len(deepspeed.model.numels))}
-    gathers: Any = SimpleNamespace(trained=[], param_indices=param_indices)
-    sub_groups = tuple(range(len(deepspeed.columns)))
-    part = EnginePart(deepspeed.engine, gathers, sub_groups, STATE_KEY)
+    attach(own, deepspeed.engine, deepspeed.columns)
     own.__dict__ |= {
-        "_parts": Parts([part], deepspeed.columns),
-        "topo": deepspeed.engine,
-        "param_indices": param_indices,
         "ipg_buckets": {},
         "_passes": BackwardPasses(),
         "offloaded_states": set(),
@@ -63,60 +79,10 @@ def hooked(deepspeed: DeepSpeed, offload: bool) -> Iterator[Any]:
         "offload_optimizer": offload,
         "overflow": False,
         "inf_or_nan_tracker": torch.tensor(False),
-        "fp16_partitioned_groups_flat_numel": widths,
-        "fp32_partitioned_groups_flat": [
-            SimpleNamespace(grad=torch.zeros(len(rows) * width)) for width in widths
-        ],
         "grad_partitions_flat_buffer": deepspeed.engine.gradients.buffer[0],
     }
     with patch.object(optimizer, "get_accelerator", lambda: accelerator):
         yield own
-
-
-@dataclass
-class Bucket:
-    """DeepSpeed's, with a buffer that is only used if its optimizer was built so.
-
-    Args:
-        deepspeed: on whose streams it works.
-        optimizer: the hook's.
-        numel: elements of the buffer.
-    """
-
-    deepspeed: DeepSpeed
-    optimizer: Any
-    numel: int
-    params: list[Any] = field(default_factory=list)
-    elements: int = 0
-
-    def __post_init__(self) -> None:
-        self.buffer = torch.empty(self.numel, dtype=torch.bfloat16)
-        self.optimizer.ipg_buckets[torch.bfloat16] = self
-
-    def add(self, param: Any) -> None:
-        """``__add_grad_to_ipg_bucket``."""
-        scatters, device = self.deepspeed.scatters, self.deepspeed.device
-        scatters.wait_stream(device.current_stream())
-        if self.optimizer.contiguous_gradients:
-            with scatters:
-                place = self.buffer.narrow(0, self.elements, param.grad.numel())
-                place.copy_(param.grad)
-                device.record(param.grad, scatters)
-                param.grad = place
-        self.params.append(param)
-        self.elements += param.grad.numel()
-
-    def scatter(self, last: bool) -> None:
-        """``__reduce_and_partition_ipg_grads``."""
-        with self.deepspeed.scatters:
-            self.optimizer.topo.gradients.scatter(
-                [self.optimizer.param_indices[param.ds_id] for param in self.params],
-                [param.grad for param in self.params],
-                last,
-            )
-            self.optimizer.partition_grads(self.params, None)
-            self.params.clear()
-            self.elements = 0
 
 
 def test_a_gradient_that_arrives_twice_is_whole_when_it_is_scattered() -> None:
@@ -127,21 +93,29 @@ def test_a_gradient_that_arrives_twice_is_whole_when_it_is_scattered() -> None:
         job(BLOCKS["topo"], overlap_comm=True) as deepspeed,
         hooked(deepspeed, offload=False) as optimizer,
     ):
-        bucket, arrives = (
-            Bucket(deepspeed, optimizer, 576),
-            optimizer.reduce_independent_p_g_buckets_and_remove_grads,
-        )
-        with patch.object(
-            Stock,
-            "reduce_independent_p_g_buckets_and_remove_grads",
-            lambda _, param: bucket.add(param),
-        ):
+        device = deepspeed.device
+        bucket = SimpleNamespace(params=[])
+        optimizer.ipg_buckets[torch.bfloat16] = bucket
+
+        def add(_: Any, param: Any) -> None:
+            """As DeepSpeed does, which copies gradients if its optimizer was built so."""
+            deepspeed.scatters.wait_stream(device.current_stream())
+            if optimizer.contiguous_gradients:
+                with deepspeed.scatters:
+                    device.record(param.grad, deepspeed.scatters)
+                    param.grad = param.grad.clone()
+            bucket.params.append(param)
+
+        with patch.object(Stock, ARRIVES, add):
             for param_index, numel in ((1, 64), (0, 512)):
                 param = SimpleNamespace(ds_id=param_index, grad=torch.ones(numel).bfloat16())
-                arrives(param)
+                getattr(optimizer, ARRIVES)(param)
             param.grad += torch.ones(512).bfloat16()
-            arrives(param)
-        bucket.scatter(last=True)
+            getattr(optimizer, ARRIVES)(param)
+        with deepspeed.scatters:
+            grads = [param.grad for param in bucket.params]
+            optimizer.topo.gradients.scatter([1, 0], grads, last=True)
+            optimizer.partition_grads(bucket.params, None)
 
 
 def test_overflow_is_looked_for_after_sync() -> None:
@@ -261,16 +235,6 @@ def offload(deepspeed: DeepSpeed, optimizer: Any) -> None:
     optimizer.reload_states()
 
 
-def evaluate(deepspeed: DeepSpeed, optimizer: Any) -> None:
-    """A forward pass alone."""
-    deepspeed.forward()
-
-
-def zero_grad(deepspeed: DeepSpeed, optimizer: Any) -> None:
-    """What is accumulated is dropped."""
-    deepspeed.engine.gradients.zero()
-
-
 def check(deepspeed: DeepSpeed, optimizer: Any) -> None:
     """``debug_checks``: all copies are read."""
     deepspeed.engine.weights.wait_for_publish()
@@ -291,34 +255,34 @@ def settle(deepspeed: DeepSpeed, optimizer: Any) -> None:
 
 
 OPERATIONS: tuple[Callable[[DeepSpeed, Any], None], ...] = (
-    *(
-        save,
-        load,
-        edit_masters,
-        get,
-        edit_weights,
-        offload,
-        evaluate,
-        zero_grad,
-        check,
-        nothing,
-        settle,
-    ),
+    save,
+    load,
+    edit_masters,
+    get,
+    edit_weights,
+    offload,
+    lambda deepspeed, _: deepspeed.forward(),  # an evaluation
+    lambda deepspeed, _: deepspeed.engine.gradients.zero(),  # ``zero_grad``
+    check,
+    nothing,
+    settle,
 )
 
 
-@pytest.mark.parametrize("name", ["codes", "q4", "topo", late("zero++ quantized"), late("hsdp")])
+FOLLOWED = ("codes", "q4", "topo", "scape, by parameter")
+
+
+@pytest.mark.parametrize("name", often(FOLLOWED, (*FOLLOWED, "zero++ quantized", "hsdp")))
 def test_whatever_follows_a_step(name: str) -> None:
     """Each public operation at once after a step, while publish is under way."""
-    stock = {
-        name: MagicMock()
-        for name in ("offload_states", "reload_states", "checkpoint_event_prologue")
-    }
+    quiet = ("offload_states", "reload_states", "checkpoint_event_prologue")
+    stock = dict.fromkeys((*quiet, "empty_partition_cache"), MagicMock())
+    add = MagicMock(side_effect=lambda table, *_: table.add_(1.0))
+    stock |= dict.fromkeys(("set_full_hp_param", "set_local_hp_param"), add)
     with (
         job(BLOCKS[name], overlap_comm=True) as deepspeed,
         hooked(deepspeed, offload=False) as optimizer,
     ):
-        stock["empty_partition_cache"] = MagicMock()
         optimizer.__dict__ |= {
             "fp32_partitioned_groups_flat": deepspeed.masters,
             "lp_param_buffer": deepspeed.engine.weights.own_row,
@@ -327,8 +291,6 @@ def test_whatever_follows_a_step(name: str) -> None:
             "optimizer": SimpleNamespace(state={}),
             "_reloads": [],
         }
-        for kind in ("full", "local"):
-            stock[f"set_{kind}_hp_param"] = MagicMock(side_effect=lambda table, *_: table.add_(1.0))
         with patch.multiple(Stock, **stock):
             for operation in OPERATIONS:
                 deepspeed.micro_batch(last=True)

@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.bare import bare_engine, matrices
-from tests.harness import run_threads
+from tests.ranks.test_hook_streams import attach
 from tests.ranks.worlds import PLAIN, World, world
-from zero_topo.engine.residual_transfer import STATE_KEY
 from zero_topo.hook import muon, optimizer
 from zero_topo.hook.muon import equal_bits
-from zero_topo.hook.parts import EnginePart, Parts
 
 SHAPES = ((8, 8), (4, 8), (7,))
 """Two matrices, and a vector that another optimizer updates."""
@@ -27,33 +25,29 @@ SHAPES = ((8, 8), (4, 8), (7,))
 NUMELS = (64, 32, 7)
 
 
+def whole_on_ranks(optimizer_domain: str) -> World:
+    """A world whose ranks store all weights."""
+    degrees = {"weights": "rank", "gradients": "rank", "optimizer": optimizer_domain}
+    return world({**degrees, "quantize": PLAIN}, numels=NUMELS)
+
+
 def hooked(w: World) -> Any:
     """An optimizer with one sub-group of matrices and one of vectors."""
     parameters = [
         replace(p, whole=len(shape) > 1) for p, shape in zip(matrices(NUMELS), SHAPES, strict=True)
     ]
-    own = object.__new__(optimizer.TopoStage3)
-    own.topo = bare_engine(w.config, parameters)
-    own.param_indices = {param_index: param_index for param_index in range(len(SHAPES))}
-    params = [
-        SimpleNamespace(ds_id=param_index, ds_shape=shape)
-        for param_index, shape in enumerate(SHAPES)
-    ]
-    rows = own.topo.gradients.optimizer_rows()
-    widths = [sum(own.topo.layout.widths[:2]), own.topo.layout.widths[2]]
-    own.fp16_groups = [params[:2], params[2:]]
-    own.fp16_partitioned_groups_flat_numel = widths
-    own.fp32_partitioned_groups_flat = [torch.zeros(len(rows) * width) for width in widths]
+    engine = bare_engine(w.config, parameters)
+    own: Any = object.__new__(optimizer.TopoStage3)
+    cut = sum(engine.layout.widths[:2])
+    attach(own, engine, [(0, cut), (cut, engine.layout.columns)])
+    params = [SimpleNamespace(ds_id=index, ds_shape=shape) for index, shape in enumerate(SHAPES)]
     settings = [{"use_muon": uses, "momentum": 0.9, "ns_method": "gram"} for uses in (True, False)]
-    own.optimizer = SimpleNamespace(state=defaultdict(dict), param_groups=settings)
-    own.sub_group_to_group_id = {0: 0, 1: 1}
-    columns = [(0, widths[0]), (widths[0], sum(widths))]
-    gathers: Any = SimpleNamespace(trained=[], param_indices=own.param_indices)
-    own._parts = Parts([EnginePart(own.topo, gathers, (0, 1), STATE_KEY)], columns)
     own.__dict__ |= {
+        "fp16_groups": [params[:2], params[2:]],
+        "optimizer": SimpleNamespace(state=defaultdict(dict), param_groups=settings),
+        "sub_group_to_group_id": {0: 0, 1: 1},
         "use_muon": True,
         "sub_groups_lacking_loss_scale": set(),
-        "offload_optimizer": False,
     }
     return own
 
@@ -95,11 +89,10 @@ def test_a_skipped_step_keeps_the_momentum(
     Every rank's update shows it, since DeepSpeed sees it in the norm. The next step is that of a
     run without it.
     """
-    degrees = {"weights": "rank", "gradients": "rank", "optimizer": optimizer_domain}
-    w = world({**degrees, "quantize": PLAIN}, numels=NUMELS)
+    w = whole_on_ranks(optimizer_domain)
     with patch.object(muon, "orthogonalized", lambda matrices, heads, method: 2 * matrices):
-        skipped = run_threads(w.size, lambda rank: stepped(w, rank, bad))
-        plain = run_threads(w.size, lambda rank: stepped(w, rank, None))
+        skipped = w.on_ranks(lambda rank: stepped(w, rank, bad))
+        plain = w.on_ranks(lambda rank: stepped(w, rank, None))
     for (_, _, momentum, update, *last), (kept, _, *expected) in zip(skipped, plain, strict=True):
         assert torch.equal(momentum, kept) and not update.isfinite().any()
         assert all(torch.equal(tensor, other) for tensor, other in zip(last, expected, strict=True))
@@ -121,9 +114,8 @@ def test_replicas_of_a_matrix_are_computed_without_atomics(
         return matrices
 
     monkeypatch.setattr(muon, "orthogonalized", orthogonalized)
-    degrees = {"weights": "rank", "gradients": "rank", "optimizer": optimizer_domain}
-    w = world({**degrees, "quantize": PLAIN}, numels=NUMELS)
-    run_threads(w.size, lambda rank: stepped(w, rank, None))
+    w = whole_on_ranks(optimizer_domain)
+    w.on_ranks(lambda rank: stepped(w, rank, None))
     assert modes == {hip is not None and optimizer_domain == "node"}
     assert not torch.are_deterministic_algorithms_enabled()
 

@@ -64,7 +64,6 @@ class DeepSpeed:
         device: symbolic.
         block: of the config.
         overlap_comm: whether gathers and scatters have streams of their own.
-        offload: masters on the host: what is published from them is a temporary copy.
         model: what is trained.
     """
 
@@ -73,10 +72,9 @@ class DeepSpeed:
         device: Device,
         block: dict[str, Any],
         overlap_comm: bool,
-        offload: bool = False,
         model: Model = MODEL,
     ) -> None:
-        self.device, self.offload, self.model = device, offload, model
+        self.device, self.model = device, model
         self.main = device.stream(MAIN)
         self.gathers = device.stream("all-gather") if overlap_comm else self.main
         self.scatters = device.stream("reduce") if overlap_comm else self.main
@@ -180,12 +178,23 @@ class DeepSpeed:
             self.release(self.fetch(self.model.persistent, "gather_exact"))
         self.engine.end_step(skipped)
 
+    def finish(self, phase: Phase) -> None:
+        """The sync of gradients that have arrived, or a publish of all weights."""
+        weights = self.engine.weights
+        if phase == "sync":
+            self.engine.gradients.sync()
+        else:
+            weights.update(weights.own.float())
+            weights.wait_for_publish()
+
     def update(self, group: int) -> None:
-        """One sub-group's masters, and the weights that become of them."""
+        """One sub-group's masters, and the weights that become of them; of the first as where
+        masters are on the host: from a copy that nobody keeps.
+        """
         (begin, end), new = self.columns[group], self.masters[group]
         with self.engine.watched(new.view(-1), begin, 0.1):
             new -= self.engine.gradients.optimizer_rows()[:, begin:end]
-        masters = new.clone() if self.offload else new
+        masters = new if group else new.clone()
         self.engine.weights.update(masters, self.model.groups[group])
 
 
@@ -194,23 +203,6 @@ def job(block: dict[str, Any], overlap_comm: bool, **options: Any) -> Iterator[D
     """Rank 0 of 8, pretended."""
     with fake_world(8), symbolic_device() as device:
         yield DeepSpeed(device, block, overlap_comm, **options)
-
-
-def trained(block: dict[str, Any], overlap_comm: bool, offload: bool = False) -> None:
-    """Steps of two micro-batches or one, with one that is skipped, and an edit."""
-    with job(block, overlap_comm, offload=offload) as deepspeed:
-        weights = deepspeed.engine.weights
-        for step in range(3):
-            if step != 1:
-                deepspeed.micro_batch(last=False)
-            deepspeed.micro_batch(last=True)
-            deepspeed.step(skipped=step == 1)
-        weights.write_back(2, torch.ones(512, dtype=torch.bfloat16))
-        deepspeed.micro_batch(last=True)
-        deepspeed.step()
-        weights.wait_for_publish()
-        for copy in weights.replicas():
-            copy.sum()
 
 
 def ways() -> Iterator[Any]:
@@ -226,14 +218,21 @@ def ways() -> Iterator[Any]:
 @pytest.mark.parametrize(("name", "overlap", "overlap_comm"), list(ways()))
 def test_no_race(name: str, overlap: bool, overlap_comm: bool) -> None:
     """Gathers, scatters, sync and publish of every scheme, whichever of them have streams of their
-    own.
+    own: steps of two micro-batches or one, with one that is skipped, and an edit.
     """
-    trained({**BLOCKS[name], "overlap": overlap}, overlap_comm)
-
-
-def test_an_offloaded_masters_copy_outlives_its_publication() -> None:
-    """The queue reads it after the caller has let it go."""
-    trained(BLOCKS["q4"], overlap_comm=True, offload=True)
+    with job({**BLOCKS[name], "overlap": overlap}, overlap_comm) as deepspeed:
+        weights = deepspeed.engine.weights
+        for step in range(3):
+            if step != 1:
+                deepspeed.micro_batch(last=False)
+            deepspeed.micro_batch(last=True)
+            deepspeed.step(skipped=step == 1)
+        weights.write_back(2, torch.ones(512, dtype=torch.bfloat16))
+        deepspeed.micro_batch(last=True)
+        deepspeed.step()
+        weights.wait_for_publish()
+        for copy in weights.replicas():
+            copy.sum()
 
 
 @pytest.mark.parametrize("phase", ["sync", "publish"])
@@ -242,12 +241,8 @@ def test_a_run_is_sent_before_the_one_before_it_is_decoded(phase: Phase) -> None
     with job(BLOCKS["topo"], overlap_comm=True) as deepspeed:
         deepspeed.micro_batch(last=False)
         deepspeed.device.log.clear()
-        if phase == "sync":
-            deepspeed.engine.gradients.sync()
-        else:
-            deepspeed.engine.weights.update(deepspeed.engine.weights.own.float())
-            deepspeed.engine.weights.wait_for_publish()
-        done = [name for _, name, _ in deepspeed.device.log]
+        deepspeed.finish(phase)
+        done = [name for _, name, *_ in deepspeed.device.log]
     assert done.index("exchange", done.index("exchange") + 1) < done.index("decode")
 
 
@@ -256,20 +251,6 @@ STAGED: dict[str, dict[str, Any]] = {
     "quantized": {**BLOCKS["two groups"], "sync": Q4},
 }
 """Blocks whose sync and publish use two groups."""
-
-
-class Clocks(list[tuple[str, str, int]]):
-    """A device's log that also keeps what the stream of each entry had waited for."""
-
-    def __init__(self, device: Device) -> None:
-        super().__init__()
-        self._device = device
-        self.clocks: list[dict[str, int]] = []
-
-    def append(self, entry: tuple[str, str, int]) -> None:
-        """Log an entry and its stream's clock."""
-        super().append(entry)
-        self.clocks.append(dict(self._device.clocks[entry[0]]))
 
 
 @pytest.mark.parametrize(
@@ -282,19 +263,9 @@ def test_one_run_crosses_nodes_while_the_next_is_exchanged_inside(name: str, pha
     with job(STAGED[name], overlap_comm=True, model=ONE_GROUP) as deepspeed:
         deepspeed.micro_batch(last=False)
         deepspeed.engine.weights.wait_for_publish()
-        if phase == "publish":
-            deepspeed.engine.weights.update(deepspeed.engine.weights.own.float())
-        deepspeed.device.log = log = Clocks(deepspeed.device)
-        if phase == "sync":
-            deepspeed.engine.gradients.sync()
-        else:
-            deepspeed.engine.weights.start_publish()
-            deepspeed.engine.weights.wait_for_publish()
-    exchanges = [
-        (*entry, clock)
-        for entry, clock in zip(log, log.clocks, strict=True)
-        if entry[1] == "exchange"
-    ]
+        deepspeed.device.log.clear()
+        deepspeed.finish(phase)
+    exchanges = [entry for entry in deepspeed.device.log if entry[1] == "exchange"]
     first, second = ("nccl 2-4", "nccl 4-8") if phase == "sync" else ("nccl 4-8", "nccl 2-4")
     assert [stream for stream, *_ in exchanges[:5]] == [first, first, second, first, second]
     (_, _, number, _), (_, _, _, clock) = exchanges[2:4]
@@ -310,7 +281,7 @@ def test_both_groups_of_a_gather_are_queued_when_it_is_started() -> None:
         weights.wait_for_publish()
         deepspeed.device.log.clear()
         first = [weights.gather([param_index], "gather_forward") for param_index in (0, 2)]
-        begun = [stream for stream, name, _ in deepspeed.device.log if name == "exchange"]
+        begun = [stream for stream, name, *_ in deepspeed.device.log if name == "exchange"]
         for handle in reversed(first):
             handle.wait()
     assert begun == ["nccl 4-8", "nccl 1-4"] * 2
@@ -325,10 +296,10 @@ def test_gathers_alone_have_a_stream_of_high_priority() -> None:
         deepspeed.engine.gradients.sync()
         deepspeed.device.log.clear()
         deepspeed.fetch([0], "gather_forward")
-        gathers = {stream for stream, name, _ in deepspeed.device.log if name == "decode"}
+        gathers = {stream for stream, name, *_ in deepspeed.device.log if name == "decode"}
         deepspeed.device.log.clear()
         deepspeed.step()
-        publish = {stream for stream, name, _ in deepspeed.device.log if name == "emit"}
+        publish = {stream for stream, name, *_ in deepspeed.device.log if name == "emit"}
     assert [stream.partition(", ")[2] for stream in (*gathers, *publish)] == [
         "priority -1",
         "priority 0",
@@ -361,7 +332,7 @@ def test_publish_goes_on_under_the_forward_pass(name: str) -> None:
             deepspeed.step()
             ends = [
                 (stream, number)
-                for stream, name, number in deepspeed.device.log
+                for stream, name, number, _ in deepspeed.device.log
                 if name == "exchange"
             ]
             deepspeed.fetch(model.modules[0], "gather_forward")
@@ -401,15 +372,6 @@ def test_a_mask_outlives_its_gather(model: Model) -> None:
         for _ in range(3):
             deepspeed.micro_batch(last=True)
             deepspeed.step()
-
-
-def test_a_load_waits_for_the_mask_that_is_being_sent() -> None:
-    """The state that it replaces owns the mask."""
-    with job(BLOCKS["scape, by parameter"], overlap_comm=True) as deepspeed:
-        deepspeed.micro_batch(last=True)
-        deepspeed.step()
-        deepspeed.engine.load_state_dict({})
-        deepspeed.forward()
 
 
 @pytest.mark.parametrize("name", ["topo", "codes", "hsdp", "q4"])
