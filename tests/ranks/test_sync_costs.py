@@ -1,30 +1,43 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What a step of a sparse mode queues, waits for and holds, at any number of peers."""
+"""What a step of a sparse mode queues, waits for and holds, at any number of peers.
+
+One rank of a pretended world is run, whose peers all send what it sends to itself. In `fake_world`
+nothing comes, and a mode that goes on with what came would stop. Here what comes is of the right
+size and in the right region, so that a mode makes all of its calls.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import partial
+from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
+from torch import Tensor
 
+from benchmarks.bare import fake_world
 from benchmarks.counting import Allocations, Counts, Launches, count, total
 from tests.marks import late
 from tests.plans import resolve
-from tests.ranks.mirrored import mirrored, steps
 from tests.ranks.sync_cases import SYNC, sync_world
 from tests.ranks.test_launch_budget import PARAMS, PER_PARAMETER, numels
 from tests.ranks.test_streams import ONE_GROUP, job
+from tests.ranks.trainer import Trainer
 from tests.ranks.worlds import BLOCKS, World
+from zero_topo.collectives import backends
+from zero_topo.collectives.queue import Handle
+from zero_topo.collectives.transport import Group
 from zero_topo.config.tagc_config import LEAST_BLOCKS
 from zero_topo.cost import Workload, step_bytes
 from zero_topo.cost.job import Job
 from zero_topo.cost.memory import moments, predict_memory
 from zero_topo.cost.transformer import Transformer
 from zero_topo.engine.gradients import Gradients
+from zero_topo.sync import selection
 from zero_topo.topology.presets import emulated
 
 ROW = LEAST_BLOCKS * 1024
@@ -38,6 +51,59 @@ MODES: dict[str, dict[str, Any]] = {
     "scape": {"density": 0.1, "warmup": 0},
 }
 """And what tests of costs set."""
+
+
+class Mirrored(Group):
+    """Peers that send what this rank sends to itself."""
+
+    def _all_gather(self, x: Tensor, counts: Sequence[int] = ()) -> Handle[Tensor]:
+        if not counts:
+            return Handle(torch.stack([x] * self.size))
+        received = torch.cat([x] * self.size)
+        assert len(received) == sum(counts)
+        return Handle(received)
+
+    def _all_to_all(
+        self, x: Tensor, counts: Sequence[int] = (), expected: Sequence[int] = ()
+    ) -> Handle[Tensor]:
+        if not counts:
+            return Handle(x[self.index].expand_as(x).contiguous())
+        assert sum(counts) == len(x)
+        begin = sum(counts[: self.index])
+        own = x[begin : begin + counts[self.index]]
+        # Where nothing stays here (a tree), a message of zeros comes: an element that is zero.
+        zeros = self._room(expected, x).zero_()
+        received = torch.cat([own] * self.size) if len(own) else zeros
+        assert len(received) == sum(expected)
+        return Handle(received)
+
+
+@contextmanager
+def mirrored(size: int) -> Iterator[None]:
+    """This process is rank 0 of a world whose other ranks send what it sends; sums take the path of
+    a GPU.
+    """
+    with (
+        fake_world(size),
+        patch.object(backends, "transport", lambda: Mirrored),
+        patch.object(selection, "_on_cpu", lambda x: False),
+    ):
+        yield
+
+
+def steps(w: World, count: int, around: Callable[[int], AbstractContextManager[object]]) -> None:
+    """Steps of rank 0; ``around(step)`` is entered while gradients are synced, and again while the
+    step ends.
+    """
+    trainer = Trainer(w, 0)
+    engine = trainer.engine
+    for step in range(count):
+        engine.gradients.scatter(range(len(w.numels)), w.grads(0, step), last=True)
+        with around(step):
+            engine.gradients.sync()
+        trainer.update(engine.gradients.optimizer_rows())
+        with around(step):
+            engine.end_step(skipped=False)
 
 
 def pretended(name: str, peers: int, owned: bool, runs: int = 1, **sync: Any) -> World:
@@ -62,7 +128,7 @@ def counted(w: World) -> list[Counts]:
     """What each of five steps queues and waits for."""
     found = Launches()
     with mirrored(w.size):
-        steps(w, 5, lambda step: partial(found.phase, str(step)))
+        steps(w, 5, lambda step: found.phase(str(step)))
     return list(found.phases.values())
 
 
@@ -91,35 +157,38 @@ def test_launches_and_waits_do_not_grow_with_the_peers(name: str, owned: bool) -
 
 
 RUNS = 16
-STORED: list[tuple[str, dict[str, Any], int]] = [
-    ("oktopk", {"density": 0.002}, 1),
-    ("tagc", {}, 1),
-    ("tagc", {"select": "parameter"}, 1),
-    ("radius", {"density": 0.4}, 1),
-    ("scape", {"value_dtype": "bf16"}, 1),
-    ("ternary", {}, 1),
-    ("ternary", {"start": 1}, 1),
-    ("tagc", {"theta": None, "select": "run"}, RUNS),
-    ("radius", {"density": 0.4}, RUNS),
-    ("scape", {"select": "parameter"}, RUNS),
-    *((name, {"select": "run"}, RUNS) for name in ("ternary", "oktopk", "sharded", "scape")),
+Case = tuple[str, dict[str, Any]]
+ONE_RUN: list[Case] = [
+    ("oktopk", {"density": 0.002}),
+    ("tagc", {}),
+    ("tagc", {"select": "parameter"}),
+    ("radius", {"density": 0.4}),
+    ("scape", {"value_dtype": "bf16"}),
+    ("ternary", {}),
+    ("ternary", {"start": 1}),
+]
+IN_RUNS: list[Case] = [
+    ("radius", {"density": 0.4}),
+    ("scape", {"select": "parameter"}),
+    *((name, {"select": "run"}) for name in ("ternary", "oktopk", "sharded", "scape")),
 ]
 
 
-def stored_cases() -> Iterator[Any]:
-    """In one run for either place; in many where sums stay with their owners."""
-    for name, sync, runs in STORED:
-        often = name != "tagc" or runs == 1
-        for owned in (True, False) if runs == 1 else (True,):
-            case = name, sync, runs, owned
-            yield case if often else late(*case)
-
-
-@pytest.mark.parametrize(("name", "sync", "runs", "owned"), list(stored_cases()), ids=str)
+@pytest.mark.parametrize(
+    ("name", "sync", "runs", "owned"),
+    [
+        *((*case, 1, owned) for case, owned in product(ONE_RUN, (True, False))),
+        # Where sums stay with their owners
+        *((*case, RUNS, True) for case in IN_RUNS),
+        late("tagc", {"theta": None, "select": "run"}, RUNS, True),
+    ],
+    ids=str,
+)
 def test_a_step_holds_at_most_what_the_formula_says(
     name: str, sync: dict[str, Any], runs: int, owned: bool
 ) -> None:
-    """The peak next to the residual and the masks.
+    """The peak of four steps next to the residual and the masks; none but a new mask is left after
+    a step.
 
     In runs it is at most 1.5 bytes an element at 8 peers, with gradients in FP32, where each owns a
     row.
@@ -127,24 +196,14 @@ def test_a_step_holds_at_most_what_the_formula_says(
     peers = 8
     w = pretended(name, peers, owned, runs, **sync)
     expected = w.config.sync.scratch(w.config.plan, w.columns, (w.columns // runs,), 4)[0]
-    peak = stored(w)
-    assert 0.3 * expected <= peak <= expected
-    assert runs == 1 or peak <= 1.5 * peers * w.columns
-
-
-def stored(w: World) -> int:
-    """The most bytes that one of four steps holds, after which none are left but a new mask."""
-    found: list[Allocations] = []
-
-    def around(step: int) -> Callable[[], AbstractContextManager[object]]:
-        found.append(Allocations())
-        return lambda: found[-1]
-
+    found = [Allocations() for _ in range(4)]
     with mirrored(w.size):
-        steps(w, 4, around)
+        steps(w, 4, found.__getitem__)
     numel = w.columns * w.size // w.config.plan.gradients
     assert all(one.live <= 0.3 * numel for one in found)
-    return max(one.peak for one in found)
+    peak = max(one.peak for one in found)
+    assert 0.3 * expected <= peak <= expected
+    assert runs == 1 or peak <= 1.5 * peers * w.columns
 
 
 def test_what_a_step_holds_is_in_the_prediction() -> None:
@@ -162,21 +221,18 @@ def test_what_a_step_holds_is_in_the_prediction() -> None:
 # -- above 2**31 -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("select", ["all", "run"])
-def test_bytes_follow_the_width_of_an_index(select: str) -> None:
+@pytest.mark.parametrize(
+    ("select", "numel", "growth"),
+    [("all", 2**32, 1), ("all", 2**32 + 4, 1.5), ("run", 2**32 + 4, 1), ("run", 2**34 + 8, 1.5)],
+)
+def test_bytes_follow_the_width_of_an_index(select: str, numel: int, growth: float) -> None:
     """Of 4 bytes up to 2**32 elements, of 8 above; in runs, indices count within an owner's row."""
     w = sync_world("oktopk", "data parallel", density=1e-6, select=select)
-
-    def per_element(numel: int) -> float:
-        (sent,) = step_bytes(w.config, Workload.uniform([numel], itemsize=4)).values()
-        return sent / numel
-
-    least = per_element(2**31)
-    assert per_element(2**32) == pytest.approx(least, rel=1e-3)
-    assert per_element(2**32 + 4) == pytest.approx(
-        least * (1 if select == "run" else 1.5), rel=1e-3
+    least, sent = (
+        sum(step_bytes(w.config, Workload.uniform([size], itemsize=4)).values())
+        for size in (2**31, numel)
     )
-    assert per_element(2**34 + 8) == pytest.approx(least * 1.5, rel=1e-3)
+    assert sent / numel == pytest.approx(growth * least / 2**31, rel=1e-3)
 
 
 # -- runs ------------------------------------------------------------------------------------------
