@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from itertools import accumulate
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any, TypeVar
 from unittest.mock import patch
 
@@ -303,7 +303,7 @@ class SplittingGroup(GROUP):
     """
 
     supports_splitting = True
-    options = None
+    options = SimpleNamespace(_timeout=timedelta(hours=3))
     group_desc = "pretended"
     group_name = ""
     _device_types = (torch.device("cpu"), torch.device("cuda"))
@@ -333,6 +333,7 @@ class SplittingGroup(GROUP):
 
     def split_group(self, ranks: list[int], **options: Any) -> SplittingGroup:
         assert options["device_types"] == [torch.device("cuda")]
+        assert options["timeout"] == self.options._timeout
         self.splits.append(ranks)
         return SplittingGroup(ranks.index(self.rank()), len(ranks), options["group_name"])
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -16,6 +15,7 @@ from benchmarks.bare import fake_world
 from tests.harness import SplittingGroup, bound_world, run_threads
 from tests.ranks.worlds import shuffled
 from zero_topo.collectives.meter import Meter
+from zero_topo.collectives.transport import Group
 from zero_topo.mesh import Mesh
 from zero_topo.plan import Plan
 from zero_topo.topology.groups import Groups
@@ -32,6 +32,13 @@ MACHINE = emulated(2, 2, 2)
 TURNED = Topology("turned", 2, 2, 2, order=(0, 1, 2, 3, 4, 7, 6, 5), emulated=True)
 
 
+def gathered(group: Group, rank: int) -> list[int]:
+    """Ranks that a group of two brings together."""
+    received = torch.empty(2, dtype=torch.int64)
+    dist.all_gather_into_tensor(received, torch.tensor([rank]), group=group.group)
+    return received.tolist()
+
+
 @pytest.mark.parametrize("machine", [MACHINE, TURNED])
 def test_groups_of_all_trees_are_made_at_once(machine: Topology) -> None:
     """Every rank makes the groups of both trees in one order, whose members may be placed
@@ -45,10 +52,7 @@ def test_groups_of_all_trees_are_made_at_once(machine: Topology) -> None:
         mesh = Mesh(plan, tree, Meter(), plan.pairs(), groups=groups)
         seen = {}
         for pair in ((1, 2), (2, 4)):
-            group = mesh.group(*pair)
-            received = torch.empty(2, dtype=torch.int64)
-            dist.all_gather_into_tensor(received, torch.tensor([rank]), group=group.group)
-            seen[pair] = received.tolist()
+            seen[pair] = gathered(mesh.group(*pair), rank)
         assert mesh.rank == EVERY_SECOND[rank % 2].index(rank)
         return seen
 
@@ -84,9 +88,7 @@ def test_ranks_that_are_in_unequally_many_groups_of_their_own_do_not_hang_ours()
         dist.new_group([0, 1, 5])
         dist.new_group([2, 5])
         made = Mesh(plan, machine, Meter(), plan.pairs()).group(1, 2)
-        seen = torch.empty(2, dtype=torch.int64)
-        dist.all_gather_into_tensor(seen, torch.tensor([rank]), group=made.group)
-        return seen.tolist()
+        return gathered(made, rank)
 
     seen = run_threads(8, rank_main)
     assert all(seen[rank] == sorted(plan.group(rank, 1, 2)) for rank in range(8))
@@ -104,7 +106,7 @@ def test_a_group_that_was_not_asked_for_is_an_error_not_a_new_group() -> None:
 @pytest.mark.filterwarnings("ignore:Attempted to get default timeout for nccl")
 def test_all_groups_of_a_group_are_one_split_of_the_world() -> None:
     """On a bound device each ``new_group`` is a collective of the world: 65,864 of them at
-    Frontier's size.
+    Frontier's size. Each waits as long as the world (see :class:`SplittingGroup`).
     """
     machine = load_preset("frontier", 9408 * 8)
     plan = Plan.build(machine, ("gpu", "gpu", "node", "world"))
@@ -131,39 +133,21 @@ def test_ranks_that_know_unequally_many_groups_do_not_split(
     different names.
 
     Nor does an older torch split, whose groups may collide or whose ``split_group`` takes no
-    backend.
+    backend. Groups wait as long as the world; torch's own default is ten minutes.
     """
     monkeypatch.setattr(torch, "__version__", version)
-    machine = emulated(2, 2, 2)
-    plan = Plan.build(machine, ("gpu", "node", "node", "world"))
+    plan = Plan.build(MACHINE, ("gpu", "node", "node", "world"))
     made: list[list[int]] = []
 
-    def new_group(ranks: list[int], group_desc: str, timeout: Any) -> Any:
+    def new_group(ranks: list[int], group_desc: str, timeout: timedelta) -> Any:
+        assert timeout == world.options._timeout
         assert dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is None
         made.append(ranks)
         return SplittingGroup(0, len(ranks)) if 3 in ranks else None
 
     with bound_world(8, 3, unequal=unequal) as world, patch.object(dist, "new_group", new_group):
-        mesh = Mesh(plan, machine, Meter(), plan.pairs())
+        mesh = Mesh(plan, MACHINE, Meter(), plan.pairs())
         assert world.bound_device_id == torch.device("cpu", 0)
         assert world.splits == [] and mesh.calls == len(made) == sum(
             len(plan.groups(*pair)) for pair in mesh._groups if 1 < pair[1] // pair[0] < 8
         )
-
-
-@pytest.mark.parametrize("bound", [False, True])
-def test_groups_wait_as_long_as_the_world(bound: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch gives a group its own default, ten minutes, whatever was set for the world."""
-    machine, wanted, given = emulated(2, 2, 2), timedelta(hours=3), []
-    plan = Plan.build(machine, ("gpu", "node", "node", "world"))
-
-    def make(*groups: Any, timeout: Any, **options: Any) -> Any:
-        given.append(timeout)
-        return SplittingGroup(0, 2)
-
-    monkeypatch.setattr(torch, "__version__", "2.13.0" if bound else "2.6.0")
-    monkeypatch.setattr(SplittingGroup, "options", SimpleNamespace(_timeout=wanted))
-    monkeypatch.setattr(dist, "split_group" if bound else "new_group", make)
-    with bound_world(8, 3):
-        calls = Mesh(plan, machine, Meter(), plan.pairs()).calls
-    assert given == [wanted] * calls and calls > 1
