@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tests.harness import run_threads
 from tests.ranks.worlds import NUMELS, PLAIN, World, owned, residual_table, synced, world
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.sync.quantized import Quantized
@@ -140,7 +139,7 @@ def run(
             found.append(observed(engine))
         return found
 
-    return run_threads(w.size, rank_main)
+    return w.on_ranks(rank_main)
 
 
 def summed(w: World, results: list[list[tuple[int, Tensor]]]) -> list[Tensor]:

@@ -12,8 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.harness import run_threads
-from tests.plans import resolve
 from tests.ranks.worlds import BLOCKS, PARAM_INDICES, PLAIN, World, mean, shards, shuffled, world
 from zero_topo.collectives.meter import Meter
 from zero_topo.collectives.queue import Handle
@@ -62,7 +60,7 @@ def test_a_ring_sums_between_nodes_in_the_type_that_is_sent(scheme: str, begun: 
         engine.gradients.sync()
         return error(engine, w), set(begun[engine.meter])
 
-    for difference, ops in run_threads(w.size, rank_main):
+    for difference, ops in w.on_ranks(rank_main):
         assert difference < 0.05
         assert ("reduce_scatter", "world") in ops
         assert ("all_to_all", "world") not in ops
@@ -90,56 +88,8 @@ def test_the_second_exchange_of_a_bucket_runs_under_the_first_of_the_next(begun:
 
     first = ("reduce_scatter", "gpu")
     second = ("reduce_scatter", "world")
-    for seen in run_threads(w.size, rank_main):
+    for seen in w.on_ranks(rank_main):
         assert seen == [first, first, second, first, second, second]
-
-
-@pytest.mark.parametrize(
-    ("machine", "block", "adds"),
-    [
-        ((1, 8, 2), {"scheme": "zero3"}, (True,)),
-        ((8, 4, 2), {"scheme": "zero3"}, (True, True)),
-        ((9, 4, 2), {"scheme": "zero3"}, (True, False)),
-        ((9, 4, 2), {"scheme": "topo", "quantize": PLAIN}, (True,)),
-        ((9, 4, 2), {"scheme": "topo"}, (False,)),
-    ],
-)
-def test_the_backend_adds_in_a_node_and_between_few(
-    machine: tuple[int, int, int], block: dict[str, Any], adds: tuple[bool, ...]
-) -> None:
-    """Unless gradients are quantized."""
-    assert resolve(emulated(*machine), **block).backend_adds == adds
-
-
-def test_a_second_gradient_right_behind_the_first_is_in_the_sum() -> None:
-    w = world(TWO_GROUPS, emulated(4, 1, 2))
-
-    def rank_main(rank: int) -> float:
-        engine = w.engine()
-        halves = [grad / 2 for grad in w.grads(rank, 0)]
-        engine.gradients.scatter(PARAM_INDICES, halves, True)
-        engine.gradients.scatter(PARAM_INDICES, halves, True)
-        engine.gradients.sync()
-        return error(engine, w)
-
-    assert max(run_threads(w.size, rank_main)) < 1e-6
-
-
-def test_messages_are_added_in_fp32_before_one_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the backend may not add, as between many nodes."""
-    monkeypatch.setattr(Group, "sums", False)
-    w = world({"scheme": "zero3", "quantize": PLAIN})
-
-    def rank_main(rank: int) -> torch.Tensor:
-        engine = w.engine(torch.bfloat16)
-        value = 1.0 if rank == 0 else 2.0**-8  # vanishes in a BF16 sum, counts in an FP32 one
-        grads = [torch.full((n,), value, dtype=torch.bfloat16) for n in w.numels]
-        engine.gradients.scatter(PARAM_INDICES, grads, last=False)
-        engine.gradients.finish_scatter()
-        return engine.gradients.buffer[0, -1].clone()
-
-    exact = torch.tensor((1.0 + 7 * 2.0**-8) / 8).bfloat16()
-    assert all(torch.equal(value, exact) for value in run_threads(w.size, rank_main)[:4])
 
 
 @pytest.mark.parametrize("scheme", ["topo", "hsdp"])
@@ -159,4 +109,4 @@ def test_what_a_backward_pass_has_begun_ends_before_its_groups_do(
         engine.destroy()
         return error(engine, w)
 
-    assert max(run_threads(w.size, rank_main)) < 1e-6
+    assert max(w.on_ranks(rank_main)) < 1e-6

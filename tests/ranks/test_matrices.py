@@ -16,9 +16,8 @@ from torch import Tensor
 
 from benchmarks.bare import bare_engine, fake_world, matrices
 from benchmarks.counting import Launches
-from tests.harness import run_threads
 from tests.plans import resolve
-from tests.ranks.worlds import PLAIN, World, either_placement, shards, world
+from tests.ranks.worlds import PLAIN, World, shards, shuffled, world
 from zero_topo.topology.model import Topology
 from zero_topo.topology.presets import emulated
 
@@ -31,6 +30,7 @@ SHAPES: dict[int, tuple[int, ...]] = {
     6: (8, 6),
     7: (2, 3, 2, 2),
 }
+MACHINE = emulated(2, 2, 2)
 NUMELS = (48, 7, 15, 48, 15, 2, 48, 24)
 
 
@@ -66,7 +66,7 @@ def applied(
     return parts, computed, dict(engine.meter.last_step)
 
 
-@either_placement
+@pytest.mark.parametrize("machine", [MACHINE, shuffled(MACHINE)], ids=["block", "shuffled"])
 @pytest.mark.parametrize("limit", [1, 100, 1 << 20])
 @pytest.mark.parametrize("optimizer", ["rank", "gpu", "node", "world"])
 def test_every_rank_gets_its_part_of_the_result(
@@ -84,7 +84,7 @@ def test_every_rank_gets_its_part_of_the_result(
         param_index: doubled([param_index], params[param_index].view(1, *shape)).flatten()
         for param_index, shape in SHAPES.items()
     }
-    found = run_threads(w.size, lambda rank: applied(w, rank, limit))
+    found = w.on_ranks(lambda rank: applied(w, rank, limit))
     for rank, (parts, _, _) in enumerate(found):
         for param_index, part in parts.items():
             torch.testing.assert_close(

@@ -6,6 +6,7 @@ what it shares with the other sparse modes is tested with them.
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,17 +18,12 @@ from tests.ranks.sync_cases import mode_of, run, sync_world
 from tests.ranks.worlds import NUMELS, World
 from zero_topo.config.sparse_config import OkTopkSync, share
 from zero_topo.sync import oktopk
-from zero_topo.sync.selection import Selected, above
+from zero_topo.sync.selection import above
 from zero_topo.topology.presets import emulated
 
 DENSITY = 0.02
 NUMEL = 19_200
 WORD = 4
-
-
-def counts(peers: int) -> int:
-    """Bytes of a length for each peer, or of the flag that a value is not finite."""
-    return (peers - 1) * 8
 
 
 def selecting(peers: int, numel: int = NUMEL, **sync: Any) -> World:
@@ -77,27 +73,23 @@ def test_what_is_sent_stays_under_its_bound(peers: int, sharded: bool) -> None:
         return [w.grads(rank, step)[0] * uneven.sort().values.roll(step * NUMEL // 60)]
 
     word = k * (peers - 1) / peers * WORD
+    # Lengths for each peer, and flags that a value is not finite
+    counts = 4 * 8 * (peers - 1)
     for step, found in enumerate(zip(*run(w, steps, moving), strict=True)):
-        sent = [one.sent - 4 * counts(peers) for one in found]
+        sent = [one.sent - counts for one in found]
         # The first step also gathers P - 1 bounds of regions, which are small next to k in a model.
         assert not step or max(sent) <= (reusing if step >= 4 and step % 4 else finding) * word
 
 
-def test_a_spike_is_not_taken_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spike_is_not_taken_whole() -> None:
     """Where nearly all of a gradient suddenly reaches the threshold, it is found anew: nobody holds
     all as selections.
     """
-    taken: list[int] = []
-
-    def counted(x: Tensor, at: float, count: int) -> Selected:
-        taken.append(count)
-        return above(x, at, count)
-
-    monkeypatch.setattr(oktopk, "above", counted)
     w = selecting(2, 5000, tau_prime=4)
     grads = [torch.randn(5000, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
-
-    run(w, 7, lambda rank, step: [(100.0 if step == 6 else 1.0) * grads[rank]])
+    with patch.object(oktopk, "above", side_effect=above) as selected:
+        run(w, 7, lambda rank, step: [(100.0 if step == 6 else 1.0) * grads[rank]])
+    taken = [call.args[2] for call in selected.call_args_list]
     assert max(taken) <= 8 * share(DENSITY, 5000) < 5000 / 5
 
 

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
-from tests.harness import run_threads
 from tests.marks import late
 from tests.ranks.sync_cases import PLACES, sync_world
 from tests.ranks.trainer import Trainer
@@ -224,7 +223,7 @@ def trained(w: World, kind: type[Paper], clip: float) -> list[list[Tensor]]:
             found.append(trainer.table(trainer.masters).clone())
         return found
 
-    return run_threads(w.size, rank_main)
+    return w.on_ranks(rank_main)
 
 
 EXACT = {"tau": 1, "tau_prime": 1}

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.harness import run_threads
 from tests.ranks.sync_cases import residuals_of
 from tests.ranks.worlds import (
     PARAM_INDICES,
@@ -57,7 +56,7 @@ def test_no_block_holds_values_of_two_parameters() -> None:
         wanted = 1e-3 * w.own_mean(rank, 0)[:100]
         return float((owned(engine)[:100] - wanted).abs().max() / wanted.abs().max())
 
-    assert max(run_threads(w.size, rank_main)) < 0.1
+    assert max(w.on_ranks(rank_main)) < 0.1
 
 
 def test_a_step_skipped_for_a_nan_drops_the_residual() -> None:
@@ -73,7 +72,7 @@ def test_a_step_skipped_for_a_nan_drops_the_residual() -> None:
         synced(engine, w.grads(rank, 3))
         return dropped and bool(owned(engine).isfinite().all())
 
-    assert all(run_threads(w.size, rank_main))
+    assert all(w.on_ranks(rank_main))
 
 
 def test_zero_grad_drops_the_residual_with_gradients_alone(
@@ -100,8 +99,8 @@ def test_zero_grad_drops_the_residual_with_gradients_alone(
             engine.gradients.zero()
         return not engine.gradients.buffer.any()
 
-    assert all(run_threads(w.size, after)) and not caplog.records
-    assert all(run_threads(w.size, before))
+    assert all(w.on_ranks(after)) and not caplog.records
+    assert all(w.on_ranks(before))
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
@@ -117,9 +116,9 @@ def test_a_save_between_backward_and_step_leaves_out_the_residual(
         engine.gradients.scatter(PARAM_INDICES, of.grads(rank, 5), last=False)
         return engine.state_dict()
 
-    assert not any(run_threads(w.size, rank_main, torch.float32))
+    assert not any(w.on_ranks(rank_main, torch.float32))
     assert [record.levelname for record in caplog.records].count("WARNING") == 1
-    for saved in run_threads(w.size, rank_main, torch.float16):
+    for saved in w.on_ranks(rank_main, torch.float16):
         assert saved["zero_topo"]["sync"]["residual"].any()
 
 
@@ -157,6 +156,6 @@ def test_a_residual_that_does_not_fit_is_dropped_on_all_ranks(
         fresh.load_state_dict(saved)
         return any(row.any() for _, row in residuals_of(fresh))
 
-    assert not any(run_threads(w.size, rank_main))
+    assert not any(w.on_ranks(rank_main))
     (said,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
     assert damaged is None or "rank 5" in said

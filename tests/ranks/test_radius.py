@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tests.harness import run_threads
 from tests.ranks.sync_cases import INTERVAL, mode_of, sync_world
 from tests.ranks.trainer import Trainer, computed
 from tests.ranks.worlds import NUMELS, World
@@ -24,10 +23,13 @@ WORLD = partial(sync_world, "radius", chunk=1024, value_dtype="fp32")
 
 
 class Seen(NamedTuple):
-    """After a step of a rank: the mask in force, bool ``[P, C]``; whether a residual waits."""
+    """After a step of a rank: the mask in force, bool ``[P, C]``; whether a residual waits, and
+    whether updates were asked for.
+    """
 
     mask: Tensor
     waits: bool
+    asked: bool
 
 
 def train(w: World, steps: int, rate: Callable[[int, int], float]) -> list[list[Seen]]:
@@ -41,12 +43,14 @@ def train(w: World, steps: int, rate: Callable[[int, int], float]) -> list[list[
         assert isinstance(mode, Radius)
         found = []
         for step in range(steps):
-            trainer.update(trainer.sync(step), partial(rate, step))
+            rows = trainer.sync(step)
+            asked = mode.wants_updates
+            trainer.update(rows, partial(rate, step))
             trainer.engine.end_step(skipped=False)
-            found.append(Seen(mode.mask(mode._state), bool(mode.residual.any())))
+            found.append(Seen(mode.mask(mode._state), bool(mode.residual.any()), asked))
         return found
 
-    return run_threads(w.size, rank_main)
+    return w.on_ranks(rank_main)
 
 
 def test_a_learning_rate_of_zero_chooses_nothing() -> None:
@@ -62,14 +66,18 @@ def test_a_learning_rate_of_zero_chooses_nothing() -> None:
 
 
 def test_a_group_with_a_learning_rate_of_zero_keeps_its_part_of_the_mask() -> None:
-    """The others choose anew."""
-    w = WORLD("data parallel")
+    """The others choose anew. Updates are asked for at resamplings only: other steps, the dense
+    ones at the start too, pay nothing for the hook.
+    """
+    w = WORLD("data parallel", start=1)
     group = sum(w.config.plan.shard_numel(n) for n in NUMELS[-2:])
 
     def rate(step: int, group: int) -> float:
-        return RATE if step < INTERVAL else RATE * (1 - group)
+        return RATE if step <= INTERVAL else RATE * (1 - group)
 
-    for *_, before, after in train(w, INTERVAL + 1, rate):
+    for steps in train(w, INTERVAL + 2, rate):
+        assert [seen.asked for seen in steps] == [False, True, False, False, True]
+        *_, before, after = steps
         assert torch.equal(after.mask[:, -group:], before.mask[:, -group:])
         assert not torch.equal(after.mask[:, :-group], before.mask[:, :-group])
 
@@ -94,19 +102,3 @@ def test_a_step_skipped_after_some_updates_changes_nothing() -> None:
     steps = 2 * INTERVAL + 1
     expected = computed(w, steps, rate=rate)
     assert all(map(torch.equal, computed(w, steps, disturb, rate), expected))
-
-
-def test_updates_are_asked_for_at_resamplings_only() -> None:
-    """Other steps, the dense ones at the start too, and other modes pay nothing for the hook."""
-    w = WORLD("topo", start=1)
-
-    def rank_main(rank: int) -> list[bool]:
-        trainer, asked = Trainer(w, rank), []
-        for step in range(INTERVAL + 2):
-            rows = trainer.sync(step)
-            asked.append(trainer.engine.gradients.mode.wants_updates)
-            trainer.update(rows, lambda group: RATE)
-            trainer.engine.end_step(skipped=False)
-        return asked
-
-    assert run_threads(w.size, rank_main)[0] == [False, True, False, False, True]

@@ -6,9 +6,7 @@ not sent.
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -17,7 +15,6 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from torch import Tensor
 
-from tests.harness import run_threads
 from tests.marks import often
 from tests.ranks.sync_cases import (
     HIERARCHY,
@@ -28,6 +25,7 @@ from tests.ranks.sync_cases import (
     summed,
     sync_world,
 )
+from tests.ranks.trainer import Trainer
 from tests.ranks.worlds import PLAIN, World, residual_table, shards, shuffled, synced, world
 from zero_topo.cli import main
 from zero_topo.cli.residuals import carry
@@ -43,7 +41,7 @@ RESIDUAL: dict[str, dict[str, Any]] = {
     "radius": {"value_dtype": "fp32", "interval": 64},
     "tagc": {"value_dtype": "fp32", "theta": None},
 }
-NOTHING: Mapping[str, Any] = MappingProxyType({})
+EXACT = {"value_dtype": "fp32"}
 # More nodes; fewer ranks; another placement; another plan.
 OTHERS = [
     ("topo", emulated(3, 2, 2)),
@@ -66,14 +64,11 @@ def residuals_after(
     """
 
     def rank_main(rank: int) -> list[tuple[int, Tensor]]:
-        engine = w.engine()
+        trainer = Trainer(w, rank)
+        engine = trainer.engine
         engine.load_state_dict({}, None if folder is None else str(folder))
         for step in range(steps):
-            rows = synced(engine, w.grads(rank, step))
-            weights = torch.zeros_like(rows)
-            with engine.watched(weights.view(-1), 0, 0.1):  # Radius chooses by the update
-                weights.sub_(rows, alpha=0.1)
-            engine.end_step(skipped=False)
+            trainer.step(step)
         if save is not None:
             name = f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
             torch.save(
@@ -82,7 +77,7 @@ def residuals_after(
             )
         return residuals_of(engine)
 
-    rows, begin, sums = torch.stack(summed(w, run_threads(w.size, rank_main))), 0, {}
+    rows, begin, sums = torch.stack(summed(w, w.on_ranks(rank_main))), 0, {}
     for index, numel in enumerate(w.numels):
         width = w.config.plan.shard_numel(numel)
         sums[f"p{index}"] = rows[:, begin : begin + width].reshape(-1)[:numel]
@@ -112,39 +107,22 @@ def test_the_sum_of_residuals_stays(place: str, mode: str, tmp_path: Path) -> No
             torch.testing.assert_close(after[name], value, atol=1e-6, rtol=1e-6)
 
 
-def test_a_mask_of_another_plan_is_not_taken_for_ones_own(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As many ranks, other degrees: residuals are dropped and the mask begins anew, which is
-    said.
-    """
-    residuals_after(sparse("topo", emulated(2, 2, 2), "radius"), None, 4, tmp_path)
-    w = sparse("gradients in a GPU", emulated(2, 2, 2), "radius")
-
-    def rank_main(rank: int) -> None:
-        (path,) = tmp_path.glob(f"*_rank_{rank}_mp*")
-        engine = w.engine()
-        engine.load_state_dict(torch.load(path, weights_only=False)["optimizer_state_dict"])
-        assert not mode_of(engine).state_dict()["mask"].any()
-
-    run_threads(w.size, rank_main)
-    assert "zero-topo carry" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("mode", "was", "now", "said"),
     [
         ("scape", {"select": "all"}, {"select": "run"}, "its mask was selected of other parts"),
         ("oktopk", {"sharded": False}, {"sharded": True}, ""),
+        ("radius", EXACT, {**EXACT, "place": "data parallel"}, "zero-topo carry"),
     ],
 )
 def test_state_of_other_settings_is_not_misread(
     mode: str, was: dict[str, Any], now: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The same plan, and tensors of the same shapes: no element goes to another, and the next step
-    loses nothing.
+    """Tensors of the same shapes: no element goes to another, and the next step loses nothing. A
+    mask of another plan is not taken over: that step is dense.
     """
-    old, new = (sync_world(mode, "owned", 3, (300, 300), chunk=300, **sync) for sync in (was, now))
+    shapes = {"place": "owned", "peers": 3, "numels": (300, 300), "chunk": 300}
+    old, new = (sync_world(mode, **{**shapes, **sync}) for sync in (was, now))
 
     def rank_main(rank: int) -> tuple[Tensor, Step]:
         engine = old.engine()
@@ -157,12 +135,13 @@ def test_state_of_other_settings_is_not_misread(
         synced(engine, new.grads(rank, 3))
         return loaded, observed(engine)
 
-    results = run_threads(new.size, rank_main)
+    results = new.on_ranks(rank_main)
     assert said in caplog.text and bool(said) == bool(caplog.text)
     for owner, (_, seen) in enumerate(results):
         due = new.own_mean(owner, 3) + sum(loaded[owner] for loaded, _ in results)
         left = sum(dict(step.residuals)[owner] for _, step in results)
         torch.testing.assert_close(seen.own + left, due, atol=1e-5, rtol=1e-5)
+        assert mode != "radius" or not left.any()
 
 
 def test_what_cannot_be_carried_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -178,13 +157,13 @@ def test_what_cannot_be_carried_is_said(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def saved(
-    folder: Path, rank: int, ranks: int, alongside: Mapping[str, Any] = NOTHING, **more: Any
+    folder: Path, rank: int, ranks: int, alongside: dict[str, Any] | None = None, **more: Any
 ) -> Path:
     """A rank's file as a run of a sparse mode leaves it, with DeepSpeed's own objects next to
     it.
     """
     unsent = {"owners": (rank,), "parameters": {"p": (3 * ranks, 0, 3)}}
-    state = {"sync": {"residual": torch.ones(3)}, "residual_owners": unsent, **alongside}
+    state = {"sync": {"residual": torch.ones(3)}, "residual_owners": unsent} | (alongside or {})
     own = {
         "zero_stage": ZeroStageEnum.weights,
         "loss_scaler": LossScaler(1.0),
@@ -301,16 +280,11 @@ def test_damaged_files_are_one_line_each(
         ({"mode": "ternary"}, "residuals", "p4", r"7 elements for p4, which has 1280"),
         ({"mode": "ternary"}, "ages", "p4", r"7 elements for p4, which has 1280"),
     ],
-    ids=[
-        "another mode has no place for it, the file may be deleted",
-        "a parameter of another size",
-        "and its ages",
-    ],
 )
 def test_what_does_not_fit_is_refused(
     sync: dict[str, Any], what: str, name: str, message: str, tmp_path: Path
 ) -> None:
-    """Nothing is dropped silently."""
+    """Neither what another mode has no place for, nor what has another size is dropped silently."""
     torch.save({"residuals": {}, "ages": {}, what: {name: torch.zeros(7)}}, tmp_path / FILE)
     w = world({"scheme": "topo", "quantize": PLAIN, "sync": sync})
 
@@ -318,12 +292,12 @@ def test_what_does_not_fit_is_refused(
         with pytest.raises(ValueError, match=message):
             w.engine().load_state_dict({}, str(tmp_path))
 
-    run_threads(w.size, rank_main)
+    w.on_ranks(rank_main)
 
 
 def test_residuals_without_a_place_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     """One gradient domain syncs nothing: of all ranks one says so, and says who it is."""
     w = sparse("topo", emulated(1, 2, 2), "ternary")
-    run_threads(w.size, lambda rank: mode_of(w.engine()).inherit({}))
+    w.on_ranks(lambda rank: mode_of(w.engine()).inherit({}))
     (said,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
     assert said.startswith("zero_topo: residuals of another run are dropped")

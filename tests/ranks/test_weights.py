@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
 
 from benchmarks.bare import bare_engine, matrices
-from tests.harness import run_threads
 from tests.plans import BLOCK
 from tests.ranks.worlds import PARAM_INDICES, PLAIN, loaded, world
 from zero_topo.engine.buffer import Form
@@ -27,19 +26,11 @@ TRAINED = (64, 7)
 FROZEN = (8 * BLOCK, 8 * 2 * BLOCK, 8 * 3 * BLOCK - 7)
 
 
-def test_what_never_changes_is_quantized_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_never_changes_is_quantized_once() -> None:
     """The copy that a forward gather fills for backward ones is not filled again while the weights
     are the same.
     """
     w = world({"scheme": "zero++", "quantize": {"secondary": "int8"}}, numels=TRAINED)
-    stored = list[int]()
-    store = Form.store
-
-    def counting(form: Form, rows: Tensor) -> None:
-        stored.append(rows.numel())
-        store(form, rows)
-
-    monkeypatch.setattr(Form, "store", counting)
 
     def rank_main(rank: int) -> None:
         frozen = matrices(FROZEN)
@@ -48,8 +39,9 @@ def test_what_never_changes_is_quantized_once(monkeypatch: pytest.MonkeyPatch) -
         for _ in range(3):
             engine.sets[1].gather(range(len(frozen)), "gather_forward").wait()
 
-    run_threads(w.size, rank_main)
-    assert len(stored) == w.size * len(FROZEN)
+    with patch.object(Form, "store", autospec=True, side_effect=Form.store) as store:
+        w.on_ranks(rank_main)
+    assert store.call_count == w.size * len(FROZEN)
 
 
 def test_fp32_weights_are_their_own_masters() -> None:
@@ -57,7 +49,7 @@ def test_fp32_weights_are_their_own_masters() -> None:
     w = world({"scheme": "zero3"}, numels=TRAINED)
 
     def rank_main(rank: int) -> None:
-        engine, _ = loaded(w)
+        engine = loaded(w)
         weights = engine.weights
         for index in range(len(TRAINED)):
             masters = weights.layout.parameter(weights.own_row[None], index)[0]
@@ -67,7 +59,7 @@ def test_fp32_weights_are_their_own_masters() -> None:
         for index, whole in enumerate(weights.gather(range(len(TRAINED)), "gather_forward").wait()):
             assert torch.equal(whole, torch.full_like(whole, index + 1))
 
-    run_threads(w.size, rank_main)
+    w.on_ranks(rank_main)
 
 
 # -- errors and debug checks -----------------------------------------------------------------------
@@ -101,13 +93,13 @@ def test_weights_of_another_version_are_an_error_not_a_stale_read(
     w = world({"scheme": "topo", "secondary": "node"})
 
     def rank_main(rank: int) -> str:
-        engine, _ = loaded(w)
+        engine = loaded(w)
         forget(engine.weights)
         with pytest.raises(RuntimeError, match=said) as caught:
             engine.weights.gather(PARAM_INDICES, phase).wait()
         return str(caught.value)
 
-    assert len(set(run_threads(w.size, rank_main))) == 1
+    assert len(set(w.on_ranks(rank_main))) == 1
 
 
 @pytest.mark.parametrize("quantize", [PLAIN, {"resident": "int8"}], ids=["plain", "codes"])
@@ -116,7 +108,7 @@ def test_debug_checks_name_the_ranks_whose_replicas_differ(quantize: dict[str, A
     w = world({"scheme": "topo", "quantize": quantize, "debug_checks": True})
 
     def rank_main(rank: int) -> str:
-        engine, _ = loaded(w)
+        engine = loaded(w)
         for _ in range(2):
             engine.end_step(skipped=False)
             engine.weights.update(engine.weights.own.float())
@@ -129,7 +121,7 @@ def test_debug_checks_name_the_ranks_whose_replicas_differ(quantize: dict[str, A
             engine.end_step(skipped=False)
         return str(caught.value)
 
-    assert len(set(run_threads(w.size, rank_main))) == 1
+    assert len(set(w.on_ranks(rank_main))) == 1
 
 
 def test_debug_checks_pass_if_all_frozen_parameters_are_int8() -> None:
@@ -144,7 +136,7 @@ def test_debug_checks_pass_if_all_frozen_parameters_are_int8() -> None:
         assert not engine.sets[1].primary.numel()
         engine.end_step(skipped=True)
 
-    run_threads(w.size, rank_main)
+    w.on_ranks(rank_main)
 
 
 def test_what_cannot_follow_the_plan_stays_with_deepspeed() -> None:
@@ -154,18 +146,13 @@ def test_what_cannot_follow_the_plan_stays_with_deepspeed() -> None:
 
     def parameter(ds_id: int, numel: int, dtype: torch.dtype, partition: Any = print) -> Any:
         found = torch.nn.Parameter(torch.zeros(0), requires_grad=False)
-        own = {
-            "ds_tensor": torch.zeros(numel, dtype=dtype),
-            "ds_persist": False,
-            "partition": partition,
-        }
-        vars(found).update(ds_id=ds_id, ds_numel=numel, ds_shape=(numel,), **own)
+        stored = torch.zeros(numel, dtype=dtype)
+        vars(found).update(ds_id=ds_id, ds_numel=numel, ds_shape=(numel,), ds_tensor=stored)
+        vars(found).update(ds_persist=False, partition=partition)
         return found
 
     def gathers(*params: Any) -> ParameterGathers:
-        module = torch.nn.Module()
-        for index, param in enumerate([*params, trained]):
-            module.register_parameter(f"p{index}", param)
+        module = torch.nn.ParameterList([*params, trained])
         return ParameterGathers(module, [trained], {}, half, [*module.parameters()])
 
     half, single = torch.bfloat16, torch.float32

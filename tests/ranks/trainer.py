@@ -4,16 +4,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tests.harness import run_threads
-from tests.ranks.worlds import World, resumed, synced
+from tests.ranks.worlds import World, synced
 from zero_topo import AdamS
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.sync import Moment
+
+
+def usual_rate(group: int) -> float:
+    """The learning rate of a sub-group: always the same."""
+    return 0.01
 
 
 class Trainer:
@@ -60,7 +65,9 @@ class Trainer:
 
     def resume(self) -> None:
         """Save, and load into a new engine."""
-        self.engine = resumed(self.engine, self._built())
+        state = self.engine.gradients.mode.state_dict()
+        self.engine = self._built()
+        self.engine.gradients.mode.load_state_dict({k: v.clone() for k, v in state.items()})
 
     def sync(self, step: int, peeks: bool = False) -> Tensor:
         """One micro-batch and sync; the optimizer's rows, without the loss scale."""
@@ -72,7 +79,14 @@ class Trainer:
         self.sync(step)
         self.engine.end_step(skipped=True)
 
-    def update(self, rows: Tensor, rate: Callable[[int], float]) -> None:
+    def step(self, step: int, rate: Callable[[int], float] = usual_rate) -> Tensor:
+        """A whole optimizer step; the rows that the optimizer gets."""
+        rows = self.sync(step)
+        self.update(rows, rate)
+        self.engine.end_step(skipped=False)
+        return rows
+
+    def update(self, rows: Tensor, rate: Callable[[int], float] = usual_rate) -> None:
         """Steps the sub-groups with these gradients, each at its learning rate."""
         for group, (master, (begin, end)) in enumerate(
             zip(self.masters, self.columns, strict=True)
@@ -87,16 +101,11 @@ class Trainer:
         return torch.cat([flat.detach().reshape(self.height, -1) for flat in flats], dim=1)
 
 
-def usual_rate(step: int, group: int) -> float:
-    """The learning rate of a sub-group in a step: always the same."""
-    return 0.01
-
-
 def computed(
     w: World,
     steps: int,
     disturb: Callable[[Trainer, int], None] = lambda trainer, step: None,
-    rate: Callable[[int, int], float] = usual_rate,
+    rate: Callable[[int, int], float] = lambda step, group: usual_rate(group),
 ) -> list[Tensor]:
     """All that each rank computes in some steps, each of which may be disturbed before it: rows,
     masters and state.
@@ -106,12 +115,10 @@ def computed(
         trainer, rows = Trainer(w, rank), list[Tensor]()
         for step in range(steps):
             disturb(trainer, step)
-            rows.append(trainer.sync(step))
-            trainer.update(rows[-1], lambda group, step=step: rate(step, group))  # type: ignore[misc]
-            trainer.engine.end_step(skipped=False)
+            rows.append(trainer.step(step, partial(rate, step)))
         mode = trainer.engine.gradients.mode
         fallbacks = torch.tensor(mode.report().get("fallbacks", 0.0))
         found = (*rows, *trainer.masters, *mode.state_dict().values(), fallbacks)
         return torch.cat([tensor.detach().flatten().double() for tensor in found])
 
-    return run_threads(w.size, rank_main)
+    return w.on_ranks(rank_main)

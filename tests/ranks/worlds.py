@@ -8,15 +8,14 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from benchmarks.bare import bare_engine, matrices
 from tests.device import DEVICE
+from tests.harness import R, run_threads
 from zero_topo.config import SPARSE_MODES, ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.engine.stage3 import Stage3
-from zero_topo.engine.weights import Weights
 from zero_topo.plan import Plan
 from zero_topo.sync import Moment
 from zero_topo.sync.scape import Scape
@@ -128,9 +127,13 @@ class World:
             device=DEVICE,
         )
 
-    def params(self, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-        """The same whole parameters on every rank."""
-        return [param.to(dtype, copy=True) for param in drawn(self.numels, 7)]
+    def on_ranks(self, work: Callable[..., R], *args: Any) -> list[R]:
+        """What ``work(rank, *args)`` returns on every rank, each a thread."""
+        return run_threads(self.size, work, *args)
+
+    def params(self) -> list[Tensor]:
+        """The same whole parameters on every rank; not to be written to."""
+        return drawn(self.numels, 7)
 
     def grads(self, rank: int, step: int = 0, dtype: torch.dtype | None = None) -> list[Tensor]:
         """A rank's own whole gradients; of a world of FP16 with so few bits that a loss scale
@@ -181,9 +184,11 @@ def mean(
     numels: tuple[int, ...], ranks: int, step: int, rounded: torch.dtype = torch.float32
 ) -> list[Tensor]:
     """Of all ranks' whole gradients of a step, of some type; not to be written to."""
-    grads = [drawn(numels, 1000 * step + rank) for rank in range(ranks)]
-    every = [[part.to(rounded).float() for part in parts] for parts in zip(*grads, strict=True)]
-    return [sum(parts, torch.zeros(())) / ranks for parts in every]
+    sums = [torch.zeros(())] * len(numels)
+    for rank in range(ranks):
+        grads = drawn(numels, 1000 * step + rank)
+        sums = [total + grad.to(rounded).float() for total, grad in zip(sums, grads, strict=True)]
+    return [total / ranks for total in sums]
 
 
 def world(
@@ -195,43 +200,22 @@ def world(
 
 def shuffled(machine: Topology, seed: int = 3) -> Topology:
     """The same machine with ranks placed at random."""
-    order = torch.randperm(
-        machine.world_size, generator=torch.Generator().manual_seed(seed)
-    ).tolist()
-    return Topology(
-        machine.name,
-        machine.nodes,
-        machine.gpus_per_node,
-        machine.ranks_per_gpu,
-        order=tuple(order),
-        emulated=True,
-    )
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(machine.world_size, generator=generator).tolist()
+    return replace(machine, order=tuple(order))
 
 
-either_placement = pytest.mark.parametrize(
-    "machine", [emulated(2, 2, 2), shuffled(emulated(2, 2, 2))], ids=["block", "shuffled"]
-)
-
-
-def loaded(
-    w: World, dtype: torch.dtype = torch.float32, chunk: int | None = None
-) -> tuple[Stage3, list[Tensor]]:
+def loaded(w: World) -> Stage3:
     """An engine that has put the rank's own shard of each parameter where DeepSpeed keeps it,
-    published; parameters.
+    published.
     """
-    engine, params = w.engine(dtype, chunk), w.params(dtype)
-    plan, rank = w.config.plan, engine.layout.rank
-    row = engine.weights.own_row
-    for index, param in enumerate(params):
-        engine.layout.parameter(row[None], index)[0].copy_(shards(plan, param)[rank])
+    engine = w.engine()
+    row = engine.weights.own_row[None]
+    for index, param in enumerate(w.params()):
+        own = shards(w.config.plan, param)[engine.layout.rank]
+        engine.layout.parameter(row, index)[0].copy_(own)
     engine.weights.publish_world()
-    return engine, params
-
-
-def whole_weights(engine: Stage3) -> Weights:
-    """Of an engine that holds weights as they are, not as INT8."""
-    assert engine.weights.int8 is None
-    return engine.weights
+    return engine
 
 
 def synced(engine: Stage3, grads: Sequence[Tensor], peeks: bool = False) -> Tensor:
@@ -248,31 +232,6 @@ def synced(engine: Stage3, grads: Sequence[Tensor], peeks: bool = False) -> Tens
 def owned(engine: Stage3) -> Tensor:
     """The rank's own row, synced."""
     return engine.gradients.buffer[engine.layout.row(engine.layout.plan.gradients)].clone()
-
-
-def resumed(engine: Stage3, fresh: Stage3) -> Stage3:
-    """A new engine that goes on from the saved state of another one's sync mode."""
-    fresh.gradients.mode.load_state_dict(
-        {k: v.clone() for k, v in engine.gradients.mode.state_dict().items()}
-    )
-    return fresh
-
-
-def overflowed(engine: Stage3, grads: list[Tensor], bad: float = torch.nan) -> bool:
-    """A step, skipped in the end, in which one rank's gradient is not finite; the mode's state must
-    stay as it was.
-
-    Returns:
-        Whether this rank's rows show it.
-    """
-    if engine.layout.rank == engine.layout.plan.world_size // 2:
-        grads[-1][5] = bad
-    before = {key: value.clone() for key, value in engine.gradients.mode.state_dict().items()}
-    seen = not bool(torch.isfinite(synced(engine, grads)).all())
-    engine.end_step(skipped=True)
-    after = engine.gradients.mode.state_dict()
-    assert all(torch.equal(after[key], value) for key, value in before.items())
-    return seen
 
 
 def residual_table(mode: Sparse) -> Tensor:
