@@ -79,7 +79,7 @@ KINDS: dict[str, Any] = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}
 def lossy(rank: int, saves: bool, kind: str) -> list[float]:
     """Losses with quantized sync, quantized differences, and saves where they change nothing."""
     model, optimizer = make(LOSSY, KINDS[kind])
-    losses = []
+    losses: list[float] = []
 
     def save() -> None:
         if saves and (losses or kind == "SGD"):

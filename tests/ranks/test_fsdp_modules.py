@@ -71,7 +71,8 @@ class Caller(nn.Module):
         self.containers = nn.ModuleList([deep, WithoutForward()])
 
     def forward(self, x: Tensor) -> Tensor:
-        deep, own = self.containers
+        containers: Any = self.containers
+        deep, own = containers
         return own.first(deep["a"][0](x) + own.scale)
 
 

@@ -38,7 +38,7 @@ class Adapted(nn.Module):
         x = (x * self.scale).to(self.up.weight.dtype)
         y = self.base(x.to(self.base.weight.dtype)) + self.up(self.down(x))
         y = y.float() + (0.0 if self.codes is None else self.codes / 8)
-        return y[:, :IN]
+        return y[:, :IN].clone()
 
 
 class Grouped(nn.Module):
@@ -57,7 +57,7 @@ class Grouped(nn.Module):
         x = self.norm(self.first(x))
         parts = [*self.norm.parameters(), *self.head.parameters()]
         self.gathered = [param.detach().clone() for param in parts]
-        return self.head(x.bfloat16()).float()[:, :IN]
+        return self.head(x.bfloat16()).float()[:, :IN].clone()
 
 
 Build = Callable[[], nn.Module]
