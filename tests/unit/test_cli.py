@@ -16,8 +16,6 @@ from tests.commands import Run
 from tests.plans import config_file
 from zero_topo.cli.inputs import read_count
 
-EMULATED = {"emulated": {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}}
-
 
 def test_check_does_not_say_ok_alone_of_a_plan_that_is_not_likely_to_fit(
     run: Run, tmp_path: Path

@@ -192,9 +192,7 @@ STEP = step(2, 1, SLURM_JOB_ID="7") | task([0, 1], 1)
 STEPS = [("frontier", {}), ("frontier", STEP), ("generic", {})]
 
 
-@pytest.mark.parametrize(
-    ("name", "of_slurm"), [("frontier", {}), ("frontier", STEP), ("generic", {})]
-)
+@pytest.mark.parametrize(("name", "of_slurm"), STEPS)
 def test_a_shell_takes_a_machines_variables(
     name: str, of_slurm: dict[str, str], run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

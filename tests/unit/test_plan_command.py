@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from tests.commands import Run
-from tests.launching import ROOT
 from tests.plans import config_file, printed, resolve
 from zero_topo.config import SCHEMES, ZeroTopoConfig
 from zero_topo.cost.bounds import cost_of
@@ -22,7 +21,6 @@ from zero_topo.topology import load_preset
 
 FRONTIER = ("--machine", "frontier", "--nodes", "48")
 DGX = ("--machine", "dgx-h100", "--nodes", "4")
-YAML = str(ROOT / "neox_configs" / "frontier-20b.yml")
 
 
 def test_figures_are_those_of_the_formulas(run: Run) -> None:
