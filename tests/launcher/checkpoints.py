@@ -59,7 +59,6 @@ def job(zero_topo: dict[str, Any] | None, dtype: str = "fp32", **zero: Any) -> J
     ds = {
         "scheduler": {"type": "WarmupLR", "params": warmup},
         "zero_optimization": zero,
-        "zero_force_ds_cpu_optimizer": False,
     }
     return Job(net, zero_topo, STEPS, dtype=dtype, ds=ds, groups=groups)
 
@@ -165,14 +164,6 @@ def to_universal(saved: Path, universal: Path) -> None:
     }
     folders = {"input_folder": str(saved), "output_folder": str(universal)}
     ds_to_universal.main(Namespace(**folders, **more, inject_missing_state=False))
-
-
-def poison(flat: torch.Tensor, numel: int) -> None:
-    """Fill what lies beyond a parameter's end in this rank's world shard ``[ceil(numel / N)]`` with
-    NaN.
-    """
-    stored = max(0, min(flat.numel(), numel - dist.get_rank() * flat.numel()))
-    flat[stored:] = torch.nan
 
 
 def common_directory(local: Path) -> Path:

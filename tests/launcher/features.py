@@ -151,13 +151,16 @@ def edited() -> Job:
     return small(each_step=edit)
 
 
-def edited_masters(zero_topo: Block) -> Result:
-    """The weights are the masters, as DeepSpeed has it for an FP32 model's where their device
-    equals the accelerator's.
-
-    The latter is mostly a string, and the edit does not last.
+def weights_are_masters() -> Any:
+    """Engines in FP32 whose weights are the masters, as DeepSpeed has it where their device equals
+    the accelerator's. The latter is mostly a string.
     """
-    with patch.object(get_accelerator(), "current_device_name", lambda: torch.device("cpu")):
+    return patch.object(get_accelerator(), "current_device_name", lambda: torch.device("cpu"))
+
+
+def edited_masters(zero_topo: Block) -> Result:
+    """The edit lasts."""
+    with weights_are_masters():
         return run(edited().under(zero_topo))
 
 
@@ -367,6 +370,19 @@ def clients() -> Job:
     )
 
 
+SCALING = {
+    "fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}
+}
+
+
+def overflow(engine: Any, x: Tensor, y: Tensor) -> Tensor:
+    """In two steps the gradients of one rank overflow, in the first of two micro-batches."""
+    output = engine(x)
+    if engine.global_steps in OVERFLOWS and engine.micro_steps % 2 == 0 and dist.get_rank() == 3:
+        output.register_hook(lambda grad: grad * float("inf"))
+    return nn.functional.mse_loss(output.float(), y.float())
+
+
 def overflowing(zero_topo: Block) -> Result:
     """FP16, which torch computes on any CPU, if slowly; in two steps one rank's gradients overflow.
 
@@ -375,29 +391,18 @@ def overflowing(zero_topo: Block) -> Result:
     """
     seen: list[Any] = []
 
-    def loss(engine: Any, x: Tensor, y: Tensor) -> Tensor:
-        output = engine(x)
-        if (
-            engine.global_steps in OVERFLOWS
-            and engine.micro_steps % 2 == 0
-            and dist.get_rank() == 3
-        ):
-            output.register_hook(lambda grad: grad * float("inf"))
-        return nn.functional.mse_loss(output.float(), y.float())
-
     def record(engine: Any, step: int) -> None:
         seen.append([float(engine.optimizer.cur_scale), engine.skipped_steps])
         seen.append(utils.safe_get_full_fp32_param(engine.module.blocks[0][1].weight))
         read_alone(engine, step)
 
-    scaling = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}
     with patch.object(get_accelerator(), "is_fp16_supported", lambda: True):
         job = small(
             micro_batches=2,
             dtype="fp16",
-            loss=loss,
+            loss=overflow,
             after_step=record,
-            ds={"fp16": scaling, **zero(stage3_param_persistence_threshold=40)},
+            ds={**SCALING, **zero(stage3_param_persistence_threshold=40)},
             seen=seen,
         )
         found = run(job.under(zero_topo))
@@ -525,10 +530,7 @@ FAR_AHEAD = zero(
     stage3_prefetch_bucket_size=10**6,
     stage3_max_reuse_distance=10**9,
 )
-ON_HOST = {
-    **zero(offload_optimizer={"device": "cpu"}, sub_group_size=20),
-    "zero_force_ds_cpu_optimizer": False,
-}
+ON_HOST = zero(offload_optimizer={"device": "cpu"}, sub_group_size=20)
 
 UNDISTURBED = "`zero.Init`"
 FEATURES: dict[str, Feature] = {

@@ -18,12 +18,14 @@ from torch.utils.checkpoint import checkpoint
 from tests.launcher.training import Net
 
 TOKENS = 13
+WIDTH = 10
+RANK = 4  # of adapters
 
 
 class Tied(nn.Module):
     """Embedding and output head are one parameter."""
 
-    def __init__(self, width: int = 10) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
         self.embed = nn.Embedding(TOKENS, width)
         self.mix = nn.Linear(width, width)
@@ -35,14 +37,12 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.mix(self.embed(tokens).mean(1))))[:, :5]
 
 
-class TwiceUsed(nn.Module):
+class TwiceUsed(Net):
     """One layer runs outside a checkpointed region and again inside it."""
 
-    def __init__(self, reentrant: bool, width: int = 10) -> None:
-        super().__init__()
-        self.inp = nn.Linear(11, width)
-        self.shared = nn.Linear(width, width)
-        self.out = nn.Linear(width, 5)
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__(WIDTH, depth=0)
+        self.shared = nn.Linear(WIDTH, WIDTH)
         self.reentrant = reentrant
 
     def forward(self, x: Tensor) -> Tensor:
@@ -67,23 +67,17 @@ class Checkpointed(Net):
         return self.out(x)
 
 
-class Branching(nn.Module):
+class Branching(Net):
     """Runs `left`, `right` or both, as asked: a parameter of the other branch gets no gradient."""
 
-    def __init__(self, width: int = 10) -> None:
-        super().__init__()
-        self.inp = nn.Linear(11, width)
-        self.left = nn.Linear(width, width)
-        self.right = nn.Linear(width, width)
-        self.out = nn.Linear(width, 5)
+    def __init__(self) -> None:
+        super().__init__(WIDTH, depth=0)
+        self.left = nn.Linear(WIDTH, WIDTH)
+        self.right = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor, branch: str) -> Tensor:
+    def forward(self, x: Tensor, branch: str = "left right") -> Tensor:
         h = torch.tanh(self.inp(x))
-        parts = [
-            layer(h)
-            for name, layer in (("left", self.left), ("right", self.right))
-            if name in branch
-        ]
+        parts = [self.get_submodule(name)(h) for name in branch.split()]
         return self.out(h + torch.stack(parts).sum(0))
 
 
@@ -111,11 +105,11 @@ class Adapter(nn.Module):
     zeros.
     """
 
-    def __init__(self, base: nn.Linear, rank: int = 4) -> None:
+    def __init__(self, base: nn.Linear) -> None:
         super().__init__()
         self.base = base
-        self.down = nn.Linear(base.in_features, rank, bias=False)
-        self.up = nn.Linear(rank, base.out_features, bias=False)
+        self.down = nn.Linear(base.in_features, RANK, bias=False)
+        self.up = nn.Linear(RANK, base.out_features, bias=False)
         nn.init.zeros_(self.up.weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -123,9 +117,9 @@ class Adapter(nn.Module):
         return whole + self.up(self.down(x))
 
 
-def adapted(width: int = 64) -> Net:
+def adapted() -> Net:
     """A model frozen all but its adapters."""
-    net = Net(width, depth=2)
+    net = Net(64, depth=2)
     net.requires_grad_(False)
     for block in net.blocks:
         assert isinstance(block, nn.Sequential) and isinstance(block[1], nn.Linear)
@@ -157,9 +151,9 @@ class Experts(nn.Module):
     gradient.
     """
 
-    def __init__(self, width: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
     def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
         out = torch.zeros_like(x)
@@ -170,16 +164,14 @@ class Experts(nn.Module):
         return out
 
 
-class Routed(nn.Module):
+class Routed(Net):
     """Experts, a leaf for ZeRO-3: gathered together, and reduced together whether they were used or
     not.
     """
 
-    def __init__(self, width: int = 10) -> None:
-        super().__init__()
-        self.inp = nn.Linear(11, width)
-        self.experts = Experts(width)
-        self.out = nn.Linear(width, 5)
+    def __init__(self) -> None:
+        super().__init__(WIDTH, depth=0)
+        self.experts = Experts()
         deepspeed.utils.set_z3_leaf_modules(self, [Experts])
 
     def forward(self, x: Tensor) -> Tensor:

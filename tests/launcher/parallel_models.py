@@ -14,7 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tests.launcher.training import Net
+
 WIDTH, HIDDEN = 12, 24
+EXPERTS, UNITS = 4, 10  # of a layer; of an expert
 
 
 class Mpu:
@@ -98,21 +101,18 @@ def _part(values: Tensor) -> nn.Parameter:
     return param
 
 
-class Layers(nn.Module):
+class Layers(Net):
     """Two residual layers between two matrices, ``[batch, 11]`` to ``[batch, 5]``."""
 
     def __init__(self, mpu: Mpu | None = None, hidden: int = HIDDEN) -> None:
-        super().__init__()
-        self.inp = nn.Linear(11, WIDTH)
-        self.blocks = nn.ModuleList(Mlp(mpu, hidden) for _ in range(2))
-        self.out = nn.Linear(WIDTH, 5)
+        super().__init__(WIDTH, depth=0)
+        self.blocks.extend(Mlp(mpu, hidden) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inp(x)
         for block in self.blocks:
             x = block(x)
-        result: Tensor = self.out(x)
-        return result
+        return self.out(x)
 
 
 def autotp(size: int) -> dict[str, Any]:
@@ -130,54 +130,50 @@ class Experts(nn.Module):
     replaces.
     """
 
-    def __init__(self, count: int, hidden: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.num_experts = count
-        self.gate_up_proj = nn.Parameter(torch.randn(count, 2 * hidden, WIDTH) / WIDTH**0.5)
-        self.down_proj = nn.Parameter(torch.randn(count, WIDTH, hidden) / hidden**0.5)
+        self.num_experts = EXPERTS
+        self.gate_up_proj = nn.Parameter(torch.randn(EXPERTS, 2 * UNITS, WIDTH) / WIDTH**0.5)
+        self.down_proj = nn.Parameter(torch.randn(EXPERTS, WIDTH, UNITS) / UNITS**0.5)
 
 
 class Moe(nn.Module):
     """A feed-forward of experts; only DeepSpeed's replacement of it has a forward pass."""
 
-    def __init__(self, count: int, hidden: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.gate = nn.Linear(WIDTH, count, bias=False)
-        self.experts = Experts(count, hidden)
+        self.gate = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.experts = Experts()
 
 
-class Mixture(nn.Module):
+class Mixture(Net):
     """Two residual layers of experts, each with a dense one, between two matrices, ``[batch, 11]``
     to ``[batch, 5]``.
-
-    Args:
-        count: experts of a layer.
-        hidden: units of an expert.
     """
 
-    def __init__(self, count: int = 4, hidden: int = 10) -> None:
-        super().__init__()
+    def __init__(self) -> None:
+        super().__init__(WIDTH, depth=0)
         self.config = SimpleNamespace(
-            model_type="mixtral", num_local_experts=count, num_experts_per_tok=2, hidden_size=WIDTH
+            model_type="mixtral",
+            num_local_experts=EXPERTS,
+            num_experts_per_tok=2,
+            hidden_size=WIDTH,
         )
-        self.inp = nn.Linear(11, WIDTH)
         self.model: Any = nn.Module()
         self.model.layers = nn.ModuleList()
         for _ in range(2):
             layer = nn.Module()
             layer.norm = nn.LayerNorm(WIDTH)
-            layer.mlp = Moe(count, hidden)
+            layer.mlp = Moe()
             layer.dense = Mlp(None, HIDDEN)
             self.model.layers.append(layer)
-        self.out = nn.Linear(WIDTH, 5)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inp(x)[None]
         for layer in self.model.layers:
             mixed = layer.mlp(layer.norm(x))
             x = layer.dense(x + (mixed[0] if isinstance(mixed, tuple) else mixed))
-        result: Tensor = self.out(x)[0]
-        return result
+        return self.out(x)[0]
 
 
 def autoep(size: int) -> dict[str, Any]:
@@ -189,11 +185,3 @@ def autoep(size: int) -> dict[str, Any]:
         "use_grouped_mm": False,
     }
     return {"expert_parallel": block}
-
-
-def inputs(data_rank: int, step: int, micro: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Inputs that tensor-parallel ranks share."""
-    generator = torch.Generator().manual_seed(10007 * step + 101 * micro + data_rank)
-    x = torch.randn(4, 11, generator=generator)
-    y = torch.sin(2 * x[:, :5]) + x[:, 5:10]
-    return x.to(dtype), y.to(dtype)

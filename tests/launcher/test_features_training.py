@@ -1,7 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What callers do to weights and states in BF16 is as under stock ZeRO-3; memory beyond parameters
-does no harm.
-"""
+"""What callers do to weights and states in BF16 is as under stock ZeRO-3."""
 
 from __future__ import annotations
 
@@ -13,17 +11,14 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 
 from tests.device import DEVICE
 from tests.launcher import training
-from tests.launcher.checkpoints import poison
-from tests.launcher.features import matrices_and_vectors, with_states, zero
+from tests.launcher.features import matrices_and_vectors, weights_are_masters, with_states, zero
 from tests.launcher.models import SMALL
 from tests.launcher.training import (
-    EMULATED,
     Job,
     Net,
     assert_equal,
@@ -37,49 +32,19 @@ from tests.launcher.training import (
 )
 from tests.marks import core
 
-
-def poisoned_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """All parameters, their padding poisoned before DeepSpeed builds an engine: stock neither sets
-    nor reads it.
-    """
-    for param in model.parameters():
-        poison(param.ds_tensor.data, param.ds_numel)  # type: ignore[attr-defined]
-    return [{"params": list(model.parameters())}]
-
-
-@pytest.mark.parametrize(
-    ("scheme", "dtype"),
-    [("topo", "bf16"), ("zero++", "fp32")],
-)
-def test_garbage_at_the_start_does_no_harm(scheme: str, dtype: str) -> None:
-    """What memory stored beyond the end of a parameter that `zero.Init` partitioned is not
-    quantized together with it.
-    """
-    block = {"topology": EMULATED, "scheme": scheme, "debug_checks": True}
-    clean = Job(zero_topo=block, steps=5, dtype=dtype, micro_batches=2, zero_init=True)
-    assert_equal(run(replace(clean, groups=poisoned_groups)), run(clean), tolerance=0.0)
-
-
 # -- the caller's hands on BF16 weights, masters and states; in FP32 `tests/launcher/test_matrix.py`
 
 
 @pytest.mark.parametrize(
     ("scheme", "dtype"), [core("topo", "bf16"), ("hsdp", "bf16"), ("topo", "fp32")]
 )
-def test_access_to_gradients_masters_and_states(
-    scheme: str, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_access_to_gradients_masters_and_states(scheme: str, dtype: str) -> None:
     """`safe_get_*` and `safe_set_*` show and change what stock's do; in FP32 where the weights are
     the masters.
     """
-    with monkeypatch.context() as patch:
-        if dtype == "fp32":  # as `tests.launcher.features.edited_masters` says
-            patch.setattr(get_accelerator(), "current_device_name", lambda: torch.device("cpu"))
-        assert_equal(
-            with_states(block(scheme), dtype),
-            with_states(None, dtype),
-            1e-5 if dtype == "fp32" else 3e-2,
-        )
+    with weights_are_masters():
+        mine, stock = (with_states(zero_topo, dtype) for zero_topo in (block(scheme), None))
+    assert_equal(mine, stock, 1e-5 if dtype == "fp32" else 3e-2)
 
 
 @pytest.mark.parametrize("overlap", [core(True), False])

@@ -103,6 +103,7 @@ NO_PREFETCH = {"zero_optimization": {"stage3_prefetch_bucket_size": 0}}
         core("last", "topo", "adapters"),
         ("last", "topo", "all"),
         ("last", "replicated optimizer", "all"),
+        ("at first", "INT8 weights", "all"),
         ("before training", "topo", "all"),
         ("before training", "zero++", "all"),
         ("after training", "INT8 weights", "adapters"),
@@ -122,9 +123,11 @@ def test_an_engine_next_to_the_training_engine_of_a_module(
     torch.manual_seed(0)
     module = job.model()
     first = alongside(module, job)
-    if destroyed == "before training":
+    if destroyed in ("at first", "before training"):
         # Otherwise not before the other engine begins: DeepSpeed's order of modules is that of one
         outputs(first)
+    if destroyed == "at first":
+        close(first)
     engine = start(replace(job, model=lambda: module))
     if destroyed == "before training":
         close(first)

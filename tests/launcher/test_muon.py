@@ -49,11 +49,7 @@ def muon(torch_adam: bool = True, **keys: Any) -> dict[str, Any]:
     compiles for a minute.
     """
     optimizer = {"type": "Muon", "params": {**PARAMS, "torch_adam": torch_adam}}
-    return {
-        "optimizer": optimizer,
-        "zero_force_ds_cpu_optimizer": False,
-        **zero(reduce_scatter=False, **keys),
-    }
+    return {"optimizer": optimizer, **zero(reduce_scatter=False, **keys)}
 
 
 JOBS: dict[str, Callable[[], Job]] = {

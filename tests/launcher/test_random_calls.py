@@ -41,13 +41,13 @@ BLOCKS = (
 )
 TOLERANCE = 1e-6
 CALLS_OF_AN_ENGINE = 12  # sequences; then another engine, of another scheme
+CALLS = 8  # of a sequence, at least
 DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16)  # of the script, by default
 # No prefetch: after an evaluation DeepSpeed leaves prefetched parameters in flight, which
 # GatheredParameters refuses.
 ZERO: dict[str, Any] = {"stage3_prefetch_bucket_size": 0}
 DS: dict[str, Any] = {
     "zero_allow_untested_optimizer": True,
-    "zero_force_ds_cpu_optimizer": False,
     "gradient_clipping": 0,
 }
 
@@ -74,6 +74,7 @@ class Run:
     Attributes:
         calls: what was called since the last start of a sequence.
         trained: indices of the parameters that are not frozen.
+        managed: DeepSpeed counts the micro-batches of a step.
     """
 
     def __init__(self, number: int, folder: Path) -> None:
@@ -88,7 +89,7 @@ class Run:
         self.alongside: Any = without_optimizer(self.job) if self.draw.random() < 0.5 else None
         with default_dtype(self.draw.choice(DTYPES)):
             self.engine = start(self.job)
-        self.optimizer = sgd(self._plain_trained())
+        self.optimizer = sgd(self.of(self.plain))
         self.passes = 0  # whole backward passes since the last step: their gradients are there
         # Whether all weights are partitioned: before the step DeepSpeed keeps those of layers whose
         # backward pass it did not see end, and refuses to partition them.
@@ -111,21 +112,17 @@ class Run:
         if self.draw.random() < 0.3:
             zero["offload_optimizer"] = {"device": "cpu"}
         micro_batches = self.draw.choice([1, 1, 2, 3])
-        ds: dict[str, Any] = {**DS, "zero_optimization": zero}
-        if micro_batches == 1:
-            ds["managed_gradient_accumulation"] = self.draw.random() < 0.7
+        self.managed = micro_batches > 1 or self.draw.random() < 0.7
+        ds = {**DS, "zero_optimization": zero, "managed_gradient_accumulation": self.managed}
         topo = self.draw.choice(BLOCKS)
         return Job(lambda: module, topo, micro_batches=micro_batches, optimizer=sgd, ds=ds)
 
-    def _plain_trained(self) -> list[nn.Parameter]:
-        params = [*self.plain.parameters()]
+    def of(self, model: nn.Module) -> list[nn.Parameter]:
+        """The trained parameters of the engine's module or the reference."""
+        params = [*model.parameters()]
         return [params[index] for index in self.trained]
 
-    def _own_trained(self) -> list[nn.Parameter]:
-        params = [*self.engine.module.parameters()]
-        return [params[index] for index in self.trained]
-
-    def sequence(self, count: int = 8) -> None:
+    def sequence(self) -> None:
         """Draw and compare some calls, the last of them a step.
 
         Raises:
@@ -142,7 +139,7 @@ class Run:
             self.coalesce,
             self.boundary,
         ]
-        for _ in range(count):
+        for _ in range(CALLS):
             self.call(self.draw.choice(kinds))
         if self.by_hand:
             self.engine.set_gradient_accumulation_boundary(True)
@@ -196,7 +193,7 @@ class Run:
         for _ in range(self.draw.randrange(3)):
             self.look()
         self.engine.backward(loss)
-        params = self._plain_trained()
+        params = self.of(self.plain)
         grads = torch.autograd.grad(self.plain(x, y), params)
         flat = torch.cat([grad.reshape(-1) for grad in grads])
         dist.all_reduce(flat)
@@ -216,7 +213,7 @@ class Run:
         """Several passes whose gradients are reduced once; DeepSpeed wants no others since the
         step.
         """
-        if not self.job.ds.get("managed_gradient_accumulation", True):
+        if not self.managed:
             return
         self.zero()
         with self.engine.coalesce_grad_reduction():
@@ -225,7 +222,7 @@ class Run:
 
     def boundary(self) -> None:
         """From here on the script says which pass is the last of a step."""
-        if self.job.ds.get("managed_gradient_accumulation", True):
+        if self.managed:
             self.by_hand = True
             self.engine.set_gradient_accumulation_boundary(self.draw.random() < 0.5)
 
@@ -249,8 +246,7 @@ class Run:
     def step(self) -> None:
         if not self.passes:
             return
-        managed = self.job.ds.get("managed_gradient_accumulation", True)
-        last = not managed or self.engine.is_gradient_accumulation_boundary()
+        last = not self.managed or self.engine.is_gradient_accumulation_boundary()
         self.engine.step()
         if last:
             self.settled = True
@@ -326,16 +322,16 @@ class Run:
 
     def peek(self) -> None:
         if self.passes:
-            found = [safe_get_full_grad(param) for param in self._own_trained()]
-            self.alike(found, "gradients", [param.grad for param in self._plain_trained()])  # type: ignore[misc]
+            found = [safe_get_full_grad(param) for param in self.of(self.engine.module)]
+            self.alike(found, "gradients", [param.grad for param in self.of(self.plain)])  # type: ignore[misc]
 
     def set_gradient(self) -> None:
         if self.passes:
             index = self.draw.randrange(len(self.trained))
-            plain = self._plain_trained()[index]
+            plain = self.of(self.plain)[index]
             assert plain.grad is not None
             plain.grad.mul_(0.5)
-            safe_set_full_grad(self._own_trained()[index], plain.grad)
+            safe_set_full_grad(self.of(self.engine.module)[index], plain.grad)
 
     def copy(self) -> None:
         if not self.settled:

@@ -30,6 +30,12 @@ EMULATED = {
     }
 }
 PLAIN = {"weights": None, "secondary": None, "gradients": None}
+CODES: dict[str, Any] = {
+    "weights": "int8",
+    "secondary": "int8",
+    "gradients": None,
+    "resident": "int8",
+}
 DATA_PARALLEL: dict[str, Any] = {
     "weights": "rank",
     "gradients": "rank",
@@ -54,13 +60,13 @@ def block(scheme: str, **more: Any) -> dict[str, Any]:
 class Net(nn.Module):
     """A residual MLP with a norm, odd sizes and biases smaller than the world."""
 
-    def __init__(self, width: int = 37, depth: int = 3, out: int = 5) -> None:
+    def __init__(self, width: int = 37, depth: int = 3) -> None:
         super().__init__()
         self.inp = nn.Linear(11, width)
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width)) for _ in range(depth)
         )
-        self.out = nn.Linear(width, out)
+        self.out = nn.Linear(width, 5)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inp(x)
@@ -130,6 +136,7 @@ def ds_config(job: Job) -> dict[str, Any]:
         "gradient_accumulation_steps": job.micro_batches,
         "gradient_clipping": 0.5,
         "steps_per_print": 10**9,
+        "zero_force_ds_cpu_optimizer": False,
         "optimizer": {
             "type": "AdamW",
             "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True},
@@ -179,9 +186,13 @@ def without_optimizer(job: Job) -> Any:
     return deepspeed.initialize(model=model, config=config)[0]
 
 
-def batch(step: int, micro: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """This rank's inputs ``[4, 11]`` and targets ``[4, 5]`` of one micro-batch."""
-    generator = torch.Generator().manual_seed(10007 * step + 101 * micro + dist.get_rank())
+def batch(
+    step: int, micro: int, dtype: torch.dtype, rank: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Inputs ``[4, 11]`` and targets ``[4, 5]`` of one micro-batch of this rank or another."""
+    if rank is None:
+        rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(10007 * step + 101 * micro + rank)
     x = torch.randn(4, 11, dtype=torch.float32, generator=generator)
     y = torch.sin(2 * x[:, :5]) + x[:, 5:10]
     return x.to(dtype), y.to(dtype)
@@ -287,50 +298,32 @@ def assert_equal(mine: Result, expected: Result, tolerance: float = 1e-5) -> Non
     torch.testing.assert_close(mine.seen, expected.seen, rtol=tolerance, atol=tolerance)
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """The harness's default optimizer."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-
-
-def in_plain_torch(
-    job: Job,
-    forward: Callable[[nn.Module, Tensor, int, int], Tensor],
-    build: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
-    clip: float = 0.5,
-) -> Result:
+def in_plain_torch(job: Job, forward: Callable[[nn.Module, Tensor, int, int], Tensor]) -> Result:
     """The same training by one process that sees every rank's data; a parameter without gradient
     has zero.
 
     Args:
         job: FP32; its model, steps and micro-batches are used.
         forward: of (model, all ranks' inputs, step, micro-batch): the outputs.
-        build: of the model: its optimizer.
-        clip: norm that gradients are clipped to.
     """
     torch.manual_seed(0)
     model = job.model()
     params = list(model.parameters())
-    optimizer = build(model)
+    optimizer = torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
     losses = []
     for step in range(job.steps):
         parts = []
         for param in params:
             param.grad = torch.zeros_like(param)
         for micro in range(job.micro_batches):
-            x, y = (everyones(part) for part in batch(step, micro, torch.float32))
+            of_ranks = (batch(step, micro, torch.float32, rank) for rank in range(WORLD))
+            x, y = (torch.cat(part) for part in zip(*of_ranks, strict=True))
             loss = nn.functional.mse_loss(forward(model, x, step, micro), y)
             (loss / job.micro_batches).backward()
             parts.append(float(loss))
-        nn.utils.clip_grad_norm_(params, clip)
+        nn.utils.clip_grad_norm_(params, 0.5)
         optimizer.step()
         losses.append(sum(parts) / len(parts))
     return Result(
         losses, {name: param.detach().clone() for name, param in model.named_parameters()}
     )
-
-
-def everyones(own: Tensor) -> Tensor:
-    """All ranks' tensors, one after the other."""
-    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, own)
-    return torch.cat(parts)
