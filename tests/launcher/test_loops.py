@@ -20,7 +20,18 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_topo
 from tests.launcher.checkpoints import assert_same_bits
-from tests.launcher.training import Job, Net, advance, batch, block, mse, running, weights
+from tests.launcher.training import (
+    Job,
+    Net,
+    advance,
+    assert_equal,
+    batch,
+    block,
+    mse,
+    run,
+    running,
+    weights,
+)
 from tests.marks import core
 
 BLOCKS: dict[str, dict[str, Any]] = {
@@ -118,13 +129,14 @@ def attempt(engine: Any, step: int, micro: int = 0, breaks: int | None = None) -
 # -- passes that fail ------------------------------------------------------------------------------
 
 
-def trained(run: Job, interrupted: bool, zeroed: bool = False) -> dict[str, Tensor]:
+def trained(run: Job, interrupted: bool, how: str) -> dict[str, Tensor]:
     """Weights after two steps, each of which may have been tried in vain first."""
     with running(run) as engine:
+        engine.module.checkpointed = how == "checkpointed"
         for step in range(2):
             if interrupted:
                 attempt(engine, 17, breaks=0)
-            if zeroed:
+            if how == "zeroed":
                 engine.optimizer.zero_grad()
             for micro in range(run.micro_batches):
                 attempt(engine, step, micro)
@@ -133,24 +145,22 @@ def trained(run: Job, interrupted: bool, zeroed: bool = False) -> dict[str, Tens
 
 
 @pytest.mark.parametrize(
-    ("name", "zeroed"), [core("topo", False), ("topo", True), ("replicated optimizer", False)]
+    ("name", "how"),
+    [
+        core("topo", "plain"),
+        ("topo", "zeroed"),
+        ("topo", "checkpointed"),
+        ("replicated optimizer", "plain"),
+    ],
 )
-def test_a_backward_pass_that_failed_leaves_no_gradients_behind(name: str, zeroed: bool) -> None:
+def test_a_backward_pass_that_failed_leaves_no_gradients_behind(name: str, how: str) -> None:
     """Caught and tried with another batch, as after running out of memory: bit for bit as if it had
-    not been.
+    not been. Behind checkpoints, the passes inside it have ended well, and none of its own
+    gradients had come.
     """
-    run = Job(zero_topo=BLOCKS[name], model=Loops, micro_batches=1 if zeroed else 2)
-    assert_same_bits(trained(run, True, zeroed), trained(run, interrupted=False))
-
-
-def test_a_backward_pass_that_failed_behind_checkpoints_leaves_no_gradients() -> None:
-    """The passes inside it have ended well, and none of its own gradients had come."""
-
-    class Checkpointed(Loops):
-        checkpointed = True
-
-    run = Job(zero_topo=BLOCKS["topo"], model=Checkpointed)
-    assert_same_bits(trained(run, interrupted=True), trained(run, interrupted=False))
+    micro_batches = 2 if how == "plain" else 1
+    run = Job(zero_topo=BLOCKS[name], model=Loops, micro_batches=micro_batches)
+    assert_same_bits(trained(run, True, how), trained(run, False, how))
 
 
 def test_a_backward_pass_that_failed_before_any_gradient_drops_none() -> None:
@@ -245,14 +255,19 @@ def test_backward_passes_that_each_cross_nodes_are_warned_of(
 @pytest.mark.core
 def test_norms_are_of_the_synced_gradient_before_the_step_too() -> None:
     """As `engine.get_global_grad_norm` says after it; under offload it was zero."""
-    offload = {"offload_optimizer": {"device": "cpu"}}
-    more = {"zero_optimization": offload, "zero_force_ds_cpu_optimizer": False}
-    with running(Job(zero_topo=BLOCKS["topo"], ds=more)) as engine:
+    offload = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+    with running(Job(zero_topo=BLOCKS["topo"], ds=offload)) as engine:
         attempt(engine, 0)
         before = float(get_global_norm(engine.optimizer._get_norm_groups()))
         engine.step()
         assert before == pytest.approx(float(engine.get_global_grad_norm()), rel=1e-6)
         assert before > 0
+
+
+def sync_bytes(engine: Any) -> dict[tuple[str, str], int]:
+    """What sync has sent in the last step."""
+    sent = zero_topo.stats(engine).step_bytes
+    return {key: count for key, count in sent.items() if key[0] == "sync"}
 
 
 def tiled(engine: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -269,8 +284,7 @@ def test_gradients_of_an_inner_pass_cross_nodes_once() -> None:
         with running(job) as engine:
             engine.module.tiled = inner
             advance(job, engine, 0, job.steps)
-            found = zero_topo.stats(engine).step_bytes
-            sent.append({key: count for key, count in found.items() if key[0] == "sync"})
+            sent.append(sync_bytes(engine))
     assert sent[0] == sent[1] != {}
 
 
@@ -308,13 +322,8 @@ def by_its_output(engine: Any, x: Tensor, y: Tensor) -> Tensor:
 
 def test_a_loss_of_several_forward_passes() -> None:
     """One backward pass of their sum trains as under stock ZeRO-3."""
-    found = []
-    for zero_topo_block in (BLOCKS["topo"], None):
-        job = Job(Net, zero_topo_block, steps=3, loss=two_halves)
-        with running(job) as engine:
-            advance(job, engine, 0, job.steps)
-            found.append(weights(engine))
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+    job = Job(steps=3, loss=two_halves)
+    assert_equal(run(job.under(BLOCKS["topo"])), run(job))
 
 
 def test_the_gradient_of_an_output_may_be_taken_first() -> None:
@@ -345,8 +354,7 @@ def test_gradients_may_be_read_in_each_step(name: str) -> None:
                 for param in engine.module.parameters() if reads else ():
                     assert deepspeed.utils.safe_get_full_grad(param).abs().max() > 0
                 engine.step()
-            phases = zero_topo.stats(engine).step_bytes
-            sent.append({key: count for key, count in phases.items() if key[0] == "sync"})
+            sent.append(sync_bytes(engine))
             found.append(weights(engine))
     assert sent[0] == sent[1]
     assert_same_bits(*found)

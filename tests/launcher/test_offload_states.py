@@ -8,7 +8,6 @@ That a run with them equals one without is a row of the matrix (`tests.launcher.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from deepspeed.utils import safe_get_full_grad, safe_get_local_fp32_param, safe_
 from tests.launcher.checkpoints import assert_same_bits
 from tests.launcher.training import (
     ADAMS,
+    CODES,
     Job,
     Result,
     advance,
@@ -29,17 +29,12 @@ from tests.launcher.training import (
     mse,
     run,
     running,
+    train,
     weights,
 )
 from tests.marks import cores
 
 STEPS = 4
-CODES = {
-    "weights": "int8",
-    "secondary": "int8",
-    "gradients": None,
-    "resident": "int8",
-}
 BLOCKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "codes": ({"scheme": "topo", "quantize": CODES}, {}),
     "as it comes": ({"scheme": "topo"}, {}),
@@ -59,12 +54,6 @@ def job(name: str = "as it comes", **more: Any) -> Job:
         ds=ds,
         **more,
     )
-
-
-@cache
-def undisturbed() -> Result:
-    """The run that offloads nothing."""
-    return run(job())
 
 
 def there_and_back(engine: Any, step: int) -> None:
@@ -97,44 +86,6 @@ def test_a_run_whose_states_are_freed_and_come_back_goes_on_bit_for_bit(name: st
         assert advance(broken, engine, 0, STEPS) == whole.losses
         assert_same_bits(weights(engine), whole.weights)
         engine.offload_states()
-
-
-def test_states_that_a_checkpoint_has_brought_are_offloaded(shared_path: Path) -> None:
-    """On a CPU, `torch.load` gives optimizer states memory that cannot be resized: they stay where
-    they are.
-    """
-
-    def trained(offloaded: bool) -> list[float]:
-        with running(job()) as engine:
-            losses = advance(job(), engine, 0, 2)
-            engine.save_checkpoint(str(shared_path))
-            engine.load_checkpoint(str(shared_path))
-            if offloaded:
-                engine.offload_states()
-                engine.reload_states()
-            return losses + advance(job(), engine, 2, STEPS)
-
-    assert trained(True) == trained(False)
-
-
-def test_masters_can_be_read_and_edited_on_the_host() -> None:
-    def edit(engine: Any, offloaded: bool) -> None:
-        if offloaded:
-            engine.offload_states(include=[State.hp_params, State.optim_states])
-        for param in engine.module.parameters():
-            safe_set_local_fp32_param(param, safe_get_local_fp32_param(param) * 0.5)
-        if offloaded:
-            engine.reload_states()
-
-    def trained(offloaded: bool) -> Result:
-        with running(job()) as engine:
-            losses = advance(job(), engine, 0, 2)
-            edit(engine, offloaded)
-            return Result(losses + advance(job(), engine, 2, STEPS), weights(engine))
-
-    here, there = trained(False), trained(True)
-    assert here.losses == there.losses != undisturbed().losses
-    assert_same_bits(there.weights, here.weights)
 
 
 def backward(engine: Any) -> None:
@@ -174,21 +125,51 @@ def test_a_use_of_what_is_away_says_so_and_the_run_goes_on(shared_path: Path) ->
                 act(engine, shared_path)
             engine.reload_states()
             engine.zero_grad()
-        assert losses + advance(job(), engine, 2, STEPS) == undisturbed().losses
+        assert losses + advance(job(), engine, 2, STEPS) == train(job())
 
 
-def test_a_step_without_masters_says_so_and_is_taken_afterwards() -> None:
-    def trained(offloaded: bool) -> list[float]:
+def checkpointed(engine: Any, path: Path, offloaded: bool) -> None:
+    """On a CPU, `torch.load` gives optimizer states memory that cannot be resized: they stay where
+    they are.
+    """
+    engine.save_checkpoint(str(path))
+    engine.load_checkpoint(str(path))
+    if offloaded:
+        engine.offload_states()
+
+
+def edited(engine: Any, path: Path, offloaded: bool) -> None:
+    """Masters can be read and edited there."""
+    if offloaded:
+        engine.offload_states(include=[State.hp_params, State.optim_states])
+    for param in engine.module.parameters():
+        safe_set_local_fp32_param(param, safe_get_local_fp32_param(param) * 0.5)
+
+
+def stepped(engine: Any, path: Path, offloaded: bool) -> None:
+    """A step without masters is refused, and taken afterwards."""
+    if offloaded:
+        engine.offload_states(include=[State.hp_params])
+    backward(engine)
+    if offloaded:
+        with pytest.raises(RuntimeError, match="hp_params to the host"):
+            engine.step()
+        engine.reload_states()
+    engine.step()
+
+
+@pytest.mark.parametrize("act", [checkpointed, edited, stepped])
+def test_what_is_done_while_states_are_away_is_as_without(
+    act: Callable[[Any, Path, bool], None], shared_path: Path
+) -> None:
+    def trained(offloaded: bool) -> Result:
         with running(job()) as engine:
             losses = advance(job(), engine, 0, 2)
+            act(engine, shared_path, offloaded)
             if offloaded:
-                engine.offload_states(include=[State.hp_params])
-            backward(engine)
-            if offloaded:
-                with pytest.raises(RuntimeError, match="hp_params to the host"):
-                    engine.step()
                 engine.reload_states()
-            engine.step()
-            return losses + advance(job(), engine, 2, STEPS)
+            return Result(losses + advance(job(), engine, 2, STEPS), weights(engine))
 
-    assert trained(True) == trained(False)
+    here, there = trained(False), trained(True)
+    assert here.losses == there.losses
+    assert_same_bits(there.weights, here.weights)
