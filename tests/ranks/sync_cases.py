@@ -77,11 +77,6 @@ def sync_world(
     return replace(w, chunk=chunk, dtype=dtype)
 
 
-def in_runs(name: str, place: str = "topo", **more: Any) -> World:
-    """A world whose mode sends several runs."""
-    return sync_world(name, place, chunk=CHUNK, **more)
-
-
 def mode_of(engine: Stage3) -> Sparse:
     """The mode of an engine."""
     assert isinstance(engine.gradients.mode, Sparse)

@@ -21,6 +21,8 @@ from tests.harness import run_threads
 from tests.launching import ROOT
 from tests.marks import often
 from tests.ranks.fsdp_scripts import (
+    EXACT,
+    INT4,
     Net,
     make,
     train,
@@ -30,13 +32,11 @@ from tests.ranks.worlds import SPARSE
 from zero_topo import AdamS
 from zero_topo.fsdp.block import resolve
 
-EXACT: dict[str, Any] = {"scheme": "paper", "quantize": {"weights": None, "gradients": None}}
 Q4: dict[str, Any] = {
     "scheme": "paper",
     "sync": {"mode": "quantized"},
     "quantize": {"publish": "int4"},
 }
-PUBLISHED: dict[str, Any] = {**EXACT, "quantize": {**EXACT["quantize"], "publish": "int4"}}
 DIRECT: dict[str, Any] = {**EXACT, "sync": {"reduce": "reduce_scatter"}}
 STEPS = 4
 
@@ -96,7 +96,7 @@ def test_int4_differences_keep_the_masters() -> None:
     """Of a quantized post-step all-gather only the stored weights are rounded: masters follow the
     exact training.
     """
-    found = run_threads(4, lambda rank: Trained(PUBLISHED, 1))[0]
+    found = run_threads(4, lambda rank: Trained(INT4, 1))[0]
     for ours, theirs in zip(found.parts, exact(1).parts, strict=True):
         torch.testing.assert_close(ours.master, theirs.master, rtol=0, atol=1e-7)
         rounded = (ours.weights() - ours.master[: ours.numel]).abs().max()

@@ -24,14 +24,11 @@ from torch.distributed.checkpoint.state_dict import (
 
 from tests.harness import run_threads
 from tests.marks import late
-from tests.ranks.fsdp_scripts import EXACT, INT4, LOSSY, make, train, whole
+from tests.ranks.fsdp_scripts import LOSSY, make, train, whole
+from tests.ranks.test_fsdp_search import ROUNDED
 
 WHOLE = StateDictOptions(full_state_dict=True)
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-KINDS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
-    "bf16": (torch.bfloat16, EXACT),
-    "int4": (torch.float32, INT4),
-}
 
 
 def set_both(model: Any, optimizer: Any, weights: Any, states: Any, **how: Any) -> None:
@@ -81,7 +78,7 @@ LOADS: dict[str, tuple[Callable[..., Any], Callable[..., None], dict[str, Any]]]
 
 def resumed(rank: int, kind: str, load: str, optimizer_kind: Any) -> tuple[Any, Any]:
     """Losses of the run that saved, and of one that starts elsewhere and loads."""
-    dtype, block = KINDS[kind]
+    dtype, block = ROUNDED[kind]
     save, set_states, how = LOADS[load]
     model, optimizer = make(block, optimizer_kind, dtype=dtype)
     train(model, optimizer, range(3))
@@ -170,7 +167,7 @@ def test_checkpoints_load_on_half_the_ranks(how: Any, tmp_path: Path) -> None:
 
 def edited(rank: int, kind: str) -> None:
     """Edits before and after a load, of weights that are loaded and of ones that are not."""
-    dtype, block = KINDS[kind]
+    dtype, block = ROUNDED[kind]
     model, optimizer = make(block, dtype=dtype)
     train(model, optimizer, range(2))
     _, states = saved_whole(model, optimizer)

@@ -325,10 +325,6 @@ MISTAKES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
         after_a_pass(lambda param, _: param.add_(param.grad, alpha=-0.1)),
         "let the optimizer of shard_optimizer update it",
     ),
-    "a weight overwritten": (
-        after_a_pass(lambda param, _: param.copy_(param - param.grad)),
-        "let the optimizer of shard_optimizer update it",
-    ),
     "several weights added to": (
         after_a_pass(lambda param, _: torch._foreach_add_([param], [param.grad], alpha=-0.1)),
         "let the optimizer of shard_optimizer update it",

@@ -66,16 +66,9 @@ def test_a_ring_sums_between_nodes_in_the_type_that_is_sent(scheme: str, begun: 
         assert ("all_to_all", "world") not in ops
 
 
-TWO_GROUPS: dict[str, Any] = {
-    "weights": 2,
-    "gradients": 4,
-    "optimizer": "world",
-    "quantize": PLAIN,
-}
-
-
 def test_the_second_exchange_of_a_bucket_runs_under_the_first_of_the_next(begun: Begun) -> None:
-    w = world(TWO_GROUPS, emulated(4, 1, 2))
+    block = {"weights": 2, "gradients": 4, "optimizer": "world", "quantize": PLAIN}
+    w = world(block, emulated(4, 1, 2))
 
     def rank_main(rank: int) -> list[tuple[str, str]]:
         engine = w.engine()

@@ -45,24 +45,21 @@ def gather(engine: Stage3, case: Case, phase: Phase) -> None:
                 weights.gather([index], phase).wait()
 
 
-def backward(engine: Stage3, case: Case, last: bool) -> None:
-    """A backward pass with a bucket for each type that is sent."""
-    gather(engine, case, "gather_backward")
+def step(engine: Stage3, case: Case, micro_batches: int) -> None:
+    """One optimizer step with a bucket for each type that is sent, which makes new weights of the
+    gradients.
+    """
     buckets: dict[Any, list[int]] = {}
     for index, parameter in enumerate(case.trained):
         buckets.setdefault(parameter.sent, []).append(index)
-    for sent, bucket in buckets.items():
-        numels = [case.trained[index].numel for index in bucket]
-        grads = [torch.ones(numel, dtype=case.dtype) for numel in numels]
-        engine.gradients.scatter(bucket, grads, last, sent)
-
-
-def step(engine: Stage3, case: Case, micro_batches: int) -> None:
-    """One optimizer step, which makes new weights of the gradients."""
     for batch in range(micro_batches):
         gather(engine, case, "gather_forward")
         if case.trained:
-            backward(engine, case, batch == micro_batches - 1)
+            gather(engine, case, "gather_backward")
+        for sent, bucket in buckets.items():
+            numels = [case.trained[index].numel for index in bucket]
+            grads = [torch.ones(numel, dtype=case.dtype) for numel in numels]
+            engine.gradients.scatter(bucket, grads, batch == micro_batches - 1, sent)
     if case.trained:
         engine.gradients.sync()
         engine.weights.update(engine.gradients.optimizer_rows().float())

@@ -27,7 +27,6 @@ from tests.ranks.sync_cases import (
     SYNC,
     Step,
     check_nothing_is_lost,
-    in_runs,
     mode_of,
     observed,
     residuals_of,
@@ -158,8 +157,10 @@ WORLDS: dict[str, Callable[[], World]] = {
         f"{mode}, warming up": partial(sync_world, mode, start=1, warmup=5, density=0.02)
         for mode in ("oktopk", "ternary")
     },
-    **{f"{name} in runs": partial(in_runs, name) for name in ("oktopk", "ternary", "sharded")},
-    "tagc in runs": partial(in_runs, "tagc"),
+    **{
+        f"{name} in runs": partial(sync_world, name, chunk=CHUNK)
+        for name in ("oktopk", "ternary", "sharded", "tagc")
+    },
     # 64 blocks of 1024 elements in each row: enough for a sketch
     "tagc, falling back": partial(sync_world, "tagc", "data parallel", 2, (2 * 65_536,), ratio=10),
     **{
@@ -168,7 +169,7 @@ WORLDS: dict[str, Callable[[], World]] = {
     },
     **{f"scape, {place}": partial(sync_world, "scape", place) for place in MOMENTUM},
     "quantized": partial(sync_world, "quantized", **PRECISIONS[-1]),
-    "quantized in runs": partial(in_runs, "quantized", **PRECISIONS[-1]),
+    "quantized in runs": partial(sync_world, "quantized", chunk=CHUNK, **PRECISIONS[-1]),
 }
 LATE = ("radius, gradients in a GPU", "radius, owned", "oktopk, warming up")
 STEPS = 2 * INTERVAL + 1
