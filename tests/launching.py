@@ -141,9 +141,14 @@ def succeeded(command: Sequence[str], settings: LaunchSettings) -> Launch:
     return done
 
 
+def ended(command: Sequence[str | Path], **how: Any) -> subprocess.CompletedProcess[str]:
+    """A program and what it printed; ``how`` are arguments of ``subprocess.run``."""
+    return subprocess.run(command, capture_output=True, text=True, check=False, **how)
+
+
 def output(command: Sequence[str | Path], **how: Any) -> str:
-    """What a program that must succeed prints; ``how`` are arguments of ``subprocess.run``."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False, **how)
+    """What a program that must succeed prints."""
+    done = ended(command, **how)
     assert done.returncode == 0, f"{done.stdout[-4000:]}{done.stderr[-4000:]}"
     return str(done.stdout)
 

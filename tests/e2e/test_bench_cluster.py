@@ -7,7 +7,6 @@ Skipped where no cluster can be built: it needs root, `ip` and `tc`.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import pytest
 from benchmarks import records
 from benchmarks.emulated_cluster import network
 from benchmarks.emulated_cluster.spec import LinkRates, Spec
-from tests.launching import ROOT
+from tests.launching import ROOT, output
 
 REASON = network.refusal()
 pytestmark = [pytest.mark.long, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
@@ -43,9 +42,7 @@ def test_training_moves_the_bytes_of_the_formula(tmp_path: Path) -> None:
     """
     names = ["stock-ring", "zero3", "topo", "stock-ring-tp2", "topo-tp2"]
     words = [*bench(tmp_path), "--schemes", ",".join(names), "--json"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    content: dict[str, Any] = json.loads(done.stdout)
+    content: dict[str, Any] = json.loads(output(words, cwd=ROOT, timeout=300))
     records.write(tmp_path / "printed.json", content)  # numbers of lists have six digits there
     assert (tmp_path / "printed.json").read_text() == (tmp_path / "record.json").read_text()
     assert [row["scheme"] for row in content["results"]] == names

@@ -6,13 +6,12 @@ misses an extra.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.launching import ROOT, output, rank_alone
+from tests.launching import ROOT, ended, output, rank_alone
 from zero_topo.cli import main
 from zero_topo.observe.runlog import read_metrics, read_report
 
@@ -57,14 +56,7 @@ def test_a_command_names_the_extra_that_it_needs(
         f"sys.exit(main({arguments}))"
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=env,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = ended([sys.executable, "-c", code], env=env, cwd=tmp_path, timeout=120)
     assert (done.returncode, done.stderr) == (
         2,
         f"zero-topo: {missing} is not installed: pip install 'zero_topo[{extra}]'\n",

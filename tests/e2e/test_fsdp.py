@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import zero_topo.fsdp as topo
 from tests.harness import run_threads
-from tests.launching import ROOT, LaunchSettings, free_port, succeeded
+from tests.launching import ROOT, LaunchSettings, free_port, output, succeeded
 
 EXAMPLE = "zero_topo/examples/train_fsdp.py"
 MACHINE = {"emulated": {"nodes": 2, "gpus_per_node": 1, "gcds_per_gpu": 2}}
@@ -34,19 +33,17 @@ EXACT: dict[str, Any] = {
 }
 
 
-def launched(ranks: int, *words: str) -> str:
-    """What a program prints, started by torchrun."""
-    launch = ["--nproc-per-node", str(ranks), "--master-port", str(free_port()), *words]
-    command = [sys.executable, "-m", "torch.distributed.run", *launch]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+def launched(ranks: int, program: str, folder: Path) -> None:
+    """Run a program on some ranks that torchrun starts."""
+    words = ["--nproc-per-node", str(ranks), "--master-port", str(free_port())]
+    words += [f"tests/e2e/programs/{program}.py", str(folder)]
+    output([sys.executable, "-m", "torch.distributed.run", *words], cwd=ROOT, timeout=300)
 
 
 @pytest.mark.long
 def test_leave_waits_for_an_asynchronous_checkpoint(tmp_path: Path) -> None:
     """And for executors and threads, on all ranks: their collectives come before its barrier."""
-    launched(2, "tests/e2e/programs/leaves.py", str(tmp_path))
+    launched(2, "leaves", tmp_path)
     names = {f"{name}{rank}" for name in ("pool", "thread") for rank in range(2)}
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint", *names}
     state: dict[str, Any] = {"weight 1": torch.zeros(1000), "step": 0}
@@ -93,7 +90,7 @@ def test_accelerate_trains_a_prepared_model(tmp_path: Path) -> None:
     """Accumulation, clipping, saving and loading by accelerate, on two nodes of two ranks: losses,
     norms and weights as of accelerate's own FSDP2.
     """
-    launched(4, "tests/e2e/programs/accelerate_fsdp2.py", str(tmp_path))
+    launched(4, "accelerate_fsdp2", tmp_path)
 
 
 def titan(rank: int, block: dict[str, Any] | None) -> list[float]:

@@ -6,7 +6,6 @@ passes on.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import sysconfig
 import venv
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import ROOT
+from tests.launching import ROOT, ended
 
 pytestmark = pytest.mark.long
 HOOKED = """
@@ -47,9 +46,7 @@ class Environment:
         env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
         env["PYTHONDONTWRITEBYTECODE"] = "1"
         command = [str(self.python), *words]
-        done = subprocess.run(
-            command, cwd=self.folder, env=env, capture_output=True, text=True, timeout=300
-        )
+        done = ended(command, cwd=self.folder, env=env, timeout=300)
         assert done.returncode == 0 and "Error processing line" not in done.stderr, done.stderr
         return done.stdout.strip()
 
@@ -95,9 +92,7 @@ def test_deepspeeds_launcher_passes_our_variables_to_other_nodes(
         "DS_ACCELERATOR": "cpu",
     }
     env |= {"ZERO_TOPO_BLOCK": value, "HOME": str(tmp_path)}
-    done = subprocess.run(
-        words, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = ended(words, env=env, cwd=tmp_path, timeout=120)
     if '"' in value:
         said = [line for line in done.stderr.splitlines() if "ZERO_TOPO_BLOCK" in line]
         assert (

@@ -9,14 +9,13 @@ Its tensors are of PyTorch's own device ``xpu``, its streams and events those of
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.launching import ROOT, LaunchSettings, succeeded
+from tests.launching import ROOT, LaunchSettings, output, succeeded
 from tests.xpu import environment
 
 pytestmark = pytest.mark.long
@@ -52,12 +51,8 @@ def test_ranks_that_are_threads_work_on_an_xpu(name: str) -> None:
         expression,
         *files,
     ]
-    env = os.environ | environment()
-    done = subprocess.run(
-        words, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=1200
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
-    passed = done.stdout.split(" passed")[0].split()[-1]
+    printed = output(words, cwd=ROOT, env=os.environ | environment(), timeout=1200)
+    passed = printed.split(" passed")[0].split()[-1]
     assert int(passed) >= least
 
 

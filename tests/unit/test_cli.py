@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.commands import Run
+from tests.launching import ended
 from tests.plans import config_file
 from zero_topo.cli.inputs import read_count
 
@@ -38,8 +38,7 @@ def test_a_reader_that_stops_early_gets_no_traceback(tmp_path: Path) -> None:
         json.dumps({"nodes": 10_000, "gpus_per_node": 8, "ranks_per_gpu": 1, "order": order})
     )
     command = f"{sys.executable} -m zero_topo.cli topology --from {machine} --json | head -c 10"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
-    assert done.stderr == ""
+    assert ended(["sh", "-c", command], timeout=60).stderr == ""
 
 
 @given(number=st.integers(1, 10**15))

@@ -6,12 +6,11 @@ them.
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.launching import ROOT
+from tests.launching import ROOT, ended
 
 FOLDER = ROOT / "docs" / "containers"
 DOCKERFILE, FRONTIER = FOLDER / "Dockerfile", FOLDER / "frontier.def"
@@ -47,7 +46,5 @@ def test_the_recipes_scripts_are_shell() -> None:
     for section in ("post", "environment", "test", "runscript"):
         body = re.search(rf"^%{section}\n((?:.*\n)*?)(?=^%|\Z)", FRONTIER.read_text(), re.MULTILINE)
         assert body is not None and body[1].strip(), section
-        done = subprocess.run(
-            ["sh", "-n"], input=body[1], capture_output=True, text=True, check=False
-        )
+        done = ended(["sh", "-n"], input=body[1])
         assert (done.returncode, done.stderr) == (0, "")

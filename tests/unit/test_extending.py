@@ -9,11 +9,10 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
-from tests.launching import ROOT
+from tests.launching import ROOT, output
 from tests.ranks.test_launch_budget import CASES
 from tests.unit.test_topology_presets import assert_sourced
 from zero_topo.config import SPARSE_MODES
@@ -42,10 +41,7 @@ def test_the_examples_pass_their_checks(tmp_path: Path) -> None:
             (package / file).write_text(body)
     assert len(checks) == 4
     command = [sys.executable, "-c", "\n".join(checks)]
-    done = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True
-    )
-    assert not done.returncode, done.stderr.decode()
+    output(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)})
 
 
 def test_the_example_of_a_preset_is_one() -> None:

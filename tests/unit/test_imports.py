@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterable
 
 import pytest
 
 from tests.house import Source, sources
-from tests.launching import ROOT
+from tests.launching import ROOT, ended
 
 ROOMS = json.loads((ROOT / "tests/data/rooms.json").read_text())
 """A room is a module or a package below `zero_topo`, the longest name that fits.
@@ -157,7 +156,7 @@ def test_planning_runs_without_torch(words: str) -> None:
     program = PROGRAM.replace("HEAVY", repr(ROOMS["heavy"])).replace("MODULES", repr(modules))
     before = os.times()
     command = [sys.executable, "-c", program, *words.split()]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = ended(command, cwd=ROOT, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     after = os.times()
     taken = after.children_user + after.children_system

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.commands import Run
-from tests.launching import ROOT
+from tests.launching import ROOT, ended, output
 from tests.steps import step, task
 from zero_topo.launch.batch import BatchJob, script
-from zero_topo.launch.machines import LaunchMachine, load_launch_machine, machine_names
+from zero_topo.launch.machines import load_launch_machine, machine_names
 from zero_topo.topology.presets import load_machine, preset_names
 
 DATA = ROOT / "tests/data/launch"
@@ -38,15 +37,13 @@ def program(folder: Path, name: str, body: str) -> None:
     (folder / name).chmod(0o755)
 
 
+def printed(text: str, folder: Path, **env: str) -> list[str]:
+    """The lines that a script prints, which finds the programs of a folder."""
+    path = f"{folder}:{os.environ['PATH']}"
+    return output(["bash"], input=text, env={"PATH": path, **env}, cwd=folder).splitlines()
+
+
 WHO = ("--account", "ABC123", "--time", "2:00:00")
-
-
-def masks(machine: LaunchMachine) -> list[set[int]]:
-    """Cores of each local rank."""
-    text = next(setting.use for setting in machine.step if setting.name == "--cpu-bind").rpartition(
-        ":"
-    )[2]
-    return [{core for core in range(128) if int(word, 16) >> core & 1} for word in text.split(",")]
 
 
 def test_the_script_for_frontier_is_this(run: Run) -> None:
@@ -69,9 +66,7 @@ def test_every_script_is_bash_and_every_setting_has_its_reason(name: str) -> Non
     queue = "debug" if scheduler == "pbs" else None
     job = BatchJob(scheduler, machine, 3, TRAIN, ranks, "ABC123", queue, "2:00:00", environment)
     lines = script(job).splitlines()
-    checked = subprocess.run(
-        ["bash", "-n"], input="\n".join(lines), capture_output=True, text=True, check=False
-    )
+    checked = ended(["bash", "-n"], input="\n".join(lines))
     assert (checked.returncode, checked.stderr) == (0, "")
     disk = (*machine.disk, *machine.disk_job)
     for setting in (
@@ -100,11 +95,7 @@ def test_the_scripts_command_survives_the_shell(tmp_path: Path) -> None:
     program(tmp_path, "srun", 'while [ "$1" != python ]; do shift; done; exec "$@"')
     program(tmp_path, "python", 'shift 3; exec "$@"')
     program(tmp_path, "hostname", "echo 10.0.0.1 10.0.0.2")
-    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        ["bash"], input=text, env=env, capture_output=True, text=True, cwd=tmp_path, check=False
-    )
-    assert done.stdout.splitlines() == words[2:], done.stderr
+    assert printed(text, tmp_path) == words[2:]
 
 
 def test_an_environment_is_unpacked_on_each_node(tmp_path: Path, run: Run) -> None:
@@ -116,7 +107,7 @@ def test_an_environment_is_unpacked_on_each_node(tmp_path: Path, run: Run) -> No
     disk.mkdir()
     program(packed, "python", 'echo "python of $(dirname "$0")"')
     program(packed, "conda-unpack", 'touch "$(dirname "$0")/mended"')
-    subprocess.run(["tar", "-czf", "env.tar.gz", "-C", "env", "."], cwd=tmp_path, check=True)
+    output(["tar", "-czf", "env.tar.gz", "-C", "env", "."], cwd=tmp_path)
     machine = json.loads((DATA / "half-frontier.json").read_text())
     setting = {"use": f"NODE_DISK={disk}", "reason": "a disk", "source": "us"}
     constraint = {"use": "--constraint=nvme", "reason": "asks for it", "source": "us"}
@@ -129,13 +120,9 @@ def test_an_environment_is_unpacked_on_each_node(tmp_path: Path, run: Run) -> No
     program(tmp_path, "sbcast", '[ "$1 $2" = "--force --preserve" ] && cp "$3" "$4"')
     program(tmp_path, "srun", 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"')
     program(tmp_path, "module", "true")
-    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "USER": "u"}
-    done = subprocess.run(
-        ["bash"], input=text, env=env, capture_output=True, text=True, cwd=tmp_path, check=False
-    )
     where = disk / "zero-topo-7" / "bin"
     # The build, and the ranks
-    assert done.stdout.splitlines() == [f"python of {where}"] * 2, done.stderr
+    assert printed(text, tmp_path, SLURM_JOB_ID="7", USER="u") == [f"python of {where}"] * 2
     assert (where / "mended").exists() and not list(disk.glob("*.tar"))
 
 
@@ -175,7 +162,10 @@ def test_amd_ranks_get_the_cores_next_to_their_gcd(name: str) -> None:
     which is reserved.
     """
     machine = load_launch_machine(name)
-    for rank, cores in enumerate(masks(machine)):
+    (binding,) = [setting.use for setting in machine.step if setting.name == "--cpu-bind"]
+    masks = binding.rpartition(":")[2].split(",")
+    for rank, mask in enumerate(masks):
+        cores = {core for core in range(128) if int(mask, 16) >> core & 1}
         block = FRONTIER_L3_TO_GCD.index(rank)
         assert cores == set(range(8 * block + 1, 8 * block + 8))
         assert len(cores) == machine.cpus_per_rank
@@ -210,10 +200,8 @@ def test_a_shell_takes_a_machines_variables(
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     status, out, err = run("launch", "env", "--machine", name)
     assert (status, err) == (0, "")
-    done = subprocess.run(
-        ["bash", "-c", 'eval "$1"; env', "bash", out], capture_output=True, text=True, check=True
-    )
-    seen = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
+    lines = output(["bash", "-c", 'eval "$1"; env', "bash", out]).splitlines()
+    seen = dict(line.split("=", 1) for line in lines if "=" in line)
     assert wanted <= set(seen) and (not wanted or seen[min(wanted)] == "mine")
     assert (seen.get("MASTER_ADDR"), seen.get("MASTER_PORT")) == (
         ("n0", "3442") if of_slurm else (None, None)

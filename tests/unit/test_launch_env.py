@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.launching import ROOT
+from tests.launching import ROOT, ended
 from tests.steps import deal, step, task
 from zero_topo.launch.env import PORT, first_host, rank_environment
 
@@ -90,15 +90,7 @@ def worker(*words: str, env: Mapping[str, str]) -> subprocess.CompletedProcess[s
     """Run the worker as a task of a step would."""
     command = [sys.executable, "-m", "zero_topo.launch.worker", *words]
     kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-    return subprocess.run(
-        command,
-        env={**kept, **env},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return ended(command, env={**kept, **env}, cwd=ROOT, timeout=60)
 
 
 def test_the_worker_becomes_the_command() -> None:

@@ -6,11 +6,10 @@ in shared memory.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
-from tests.launching import ROOT
+from tests.launching import ROOT, ended
 from zero_topo.leaving import unlink_shared_memory
 
 ENDING = """
@@ -44,7 +43,7 @@ def test_leave_ends_a_process_as_python_does(tmp_path: Path) -> None:
     ends = []
     for how in ("python", "leave"):
         command = [sys.executable, "-c", ENDING, how, str(tmp_path / how)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        done = ended(command, cwd=ROOT, timeout=120)
         first, *between, last = done.stdout.splitlines()
         ends.append((done.returncode, first, sorted(between), last))
     words = ["its own thread", "pool 0", "pool 1", "thread"]
