@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -35,26 +36,41 @@ PyMODINIT_FUNC PyInit_zt_toy(void) {
 """
 
 
+class Toy:
+    """A small extension.
+
+    Attributes:
+        recipe: how it is compiled.
+        compiles: how often it was.
+        seconds: that a compile takes at least.
+    """
+
+    def __init__(self, source: Path) -> None:
+        source.write_text(SOURCE)
+        self.recipe = jit.Recipe("zt_toy", (source,), (), self._compile)
+        self.compiles = 0
+        self.seconds = 0.0
+
+    def _compile(self, directory: Path) -> None:
+        self.compiles += 1
+        flags = ("-shared", "-fPIC", f"-I{sysconfig.get_path('include')}")
+        files = (*self.recipe.sources, "-o", directory / "zt_toy.so")
+        subprocess.run(("gcc", *flags, *files), check=True)
+        time.sleep(self.seconds)
+
+    def lock(self) -> Path:
+        """Where the lock lies, in the library's folder, which is made."""
+        folder = self.recipe.library().parent
+        folder.mkdir(parents=True)
+        return folder / jit.LOCK
+
+
 @pytest.fixture
-def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The source of a small extension, and an empty cache; nothing of it stays imported."""
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Toy:
+    """One in an empty cache; nothing of it stays imported."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
     monkeypatch.delitem(sys.modules, "zt_toy", raising=False)
-    source = tmp_path / "toy.c"
-    source.write_text(SOURCE)
-    return source
-
-
-def recipe(source: Path, compiles: list[Path], seconds: float = 0.0) -> jit.Recipe:
-    """Compiles the toy, noting each time it does; takes so long at least."""
-
-    def build(directory: Path) -> None:
-        compiles.append(directory)
-        flags = ("-shared", "-fPIC", f"-I{sysconfig.get_path('include')}")
-        subprocess.run(("gcc", *flags, source, "-o", directory / "zt_toy.so"), check=True)
-        time.sleep(seconds)
-
-    return jit.Recipe("zt_toy", (source,), (), build)
+    return Toy(tmp_path / "toy.c")
 
 
 def leave(library: Path) -> None:
@@ -64,19 +80,19 @@ def leave(library: Path) -> None:
     jit.seal(library)
 
 
-def test_many_compile_once(toy: Path) -> None:
+def test_many_compile_once(toy: Toy) -> None:
     """Ranks that come while one compiles wait for it and load what it made."""
-    compiles: list[Path] = []
+    toy.seconds = 0.3
     with ThreadPoolExecutor(5) as ranks:
-        loads = [ranks.submit(jit.load, recipe(toy, compiles, seconds=0.3)) for _ in range(5)]
-    assert [load.result().answer for load in loads] == [42] * 5 and len(compiles) == 1
-    assert jit.load(recipe(toy, compiles)).answer == 42 and len(compiles) == 1
+        loads = [ranks.submit(jit.load, toy.recipe) for _ in range(5)]
+    assert [load.result().answer for load in loads] == [42] * 5
+    assert jit.load(toy.recipe).answer == 42 and toy.compiles == 1
 
 
-def test_what_a_dead_process_left_does_not_stop_the_next(toy: Path) -> None:
+def test_what_a_dead_process_left_does_not_stop_the_next(toy: Toy) -> None:
     """A process killed while compiling leaves a lock file and torch's own: both are nobody's."""
-    wanted = recipe(toy, [])
-    directory = wanted.library().parent
+    library = toy.recipe.library()
+    directory = library.parent
     node, other = os.uname().nodename, directory / "build-elsewhere-1"
     for number in (os.getpid(), 1):  # ours is that of a process before a reboot
         (directory / f"build-{node}-{number}").mkdir(parents=True)
@@ -85,32 +101,29 @@ def test_what_a_dead_process_left_does_not_stop_the_next(toy: Path) -> None:
     for age in (0.0, 2 * jit.PATIENCE_S):  # may still compile there; is dead
         (directory / jit.LOCK).write_text("process 1 on a machine that was switched off")
         os.utime(other, (time.time() - age, time.time() - age))
-        wanted.library().unlink(missing_ok=True)
-        assert jit.load(wanted, patience_s=1.0).answer == 42
+        library.unlink(missing_ok=True)
+        assert jit.load(toy.recipe, patience_s=1.0).answer == 42
         assert names(directory) == {jit.LOCK, "zt_toy.so", *([] if age else [other.name])}
 
 
 def test_when_the_builder_dies_another_rank_goes_on(
-    toy: Path, monkeypatch: pytest.MonkeyPatch
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that waits tries the lock now and then, which the kernel takes from the dead."""
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setattr(jit, "LOOKS_PER_TRY", 3)
-    compiles: list[Path] = []
-    wanted = recipe(toy, compiles)
-    wanted.library().parent.mkdir(parents=True)
     # As the kernel closes the files of the dead
-    with (wanted.library().parent / jit.LOCK).open("w") as builder, ThreadPoolExecutor(1) as rank:
+    with toy.lock().open("w") as builder, ThreadPoolExecutor(1) as rank:
         fcntl.flock(builder, fcntl.LOCK_EX)
-        waiting = rank.submit(jit.load, wanted, 30.0)
+        waiting = rank.submit(jit.load, toy.recipe, 30.0)
         time.sleep(0.7)
-        assert not compiles and not waiting.done()
+        assert not toy.compiles and not waiting.done()
         builder.close()
-        assert waiting.result().answer == 42 and len(compiles) == 1
+        assert waiting.result().answer == 42 and toy.compiles == 1
 
 
 def test_ranks_that_wait_hear_why_a_compile_failed(
-    toy: Path, monkeypatch: pytest.MonkeyPatch
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They go on with another backend at once, and do not compile it once more, each in turn."""
     compiling = threading.Event()
@@ -120,40 +133,36 @@ def test_ranks_that_wait_hear_why_a_compile_failed(
         time.sleep(0.3)
         raise jit.BuildError("zt_toy does not compile: no such luck")
 
-    wanted = jit.Recipe("zt_toy", (toy,), (), fail)
+    wanted = replace(toy.recipe, compile=fail)
     with ThreadPoolExecutor(2) as ranks:
         first = ranks.submit(jit.load, wanted)
         assert compiling.wait(10)
         monkeypatch.setenv("LOCAL_RANK", "1")
         began = time.monotonic()
-        second = ranks.submit(jit.load, recipe(toy, []), 60.0)
+        second = ranks.submit(jit.load, toy.recipe, 60.0)
         for rank in (first, second):
             with pytest.raises(jit.BuildError, match="no such luck"):
                 rank.result()
     assert time.monotonic() - began < 10
 
 
-def test_a_holder_that_does_not_finish_is_named(toy: Path) -> None:
+def test_a_holder_that_does_not_finish_is_named(toy: Toy) -> None:
     """After its patience a rank goes on without the module."""
-    wanted = recipe(toy, [])
-    wanted.library().parent.mkdir(parents=True)
-    with (wanted.library().parent / jit.LOCK).open("w") as holder:
+    with toy.lock().open("w") as holder:
         fcntl.flock(holder, fcntl.LOCK_EX)
         holder.write("process 7 on node001")
         holder.flush()
         with pytest.raises(jit.BuildError, match="process 7 on node001"):
-            jit.load(wanted, patience_s=0.5)
+            jit.load(toy.recipe, patience_s=0.5)
 
 
 def test_a_cache_that_cannot_be_written_is_a_sentence(
-    toy: Path, monkeypatch: pytest.MonkeyPatch
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A read-only home or a file in the way is reported, not raised as something else."""
-    blocked = toy.parent / "file"
-    blocked.touch()
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(blocked))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(toy.recipe.sources[0]))
     with pytest.raises(jit.BuildError, match="cannot build in"):
-        jit.load(recipe(toy, []))
+        jit.load(toy.recipe)
 
 
 def half(library: Path) -> None:
@@ -176,73 +185,68 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize(("damage", "words"), DAMAGES.values(), ids=DAMAGES)
 def test_a_library_that_is_not_to_be_trusted_is_compiled_anew(
-    damage: Callable[[Path], object], words: str, toy: Path, capfd: pytest.CaptureFixture[str]
+    damage: Callable[[Path], object], words: str, toy: Toy, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Half a library is SIGBUS when it is loaded, and another user's may do anything: one line says
     why not.
     """
-    compiles: list[Path] = []
-    library = jit.built(recipe(toy, compiles))
+    library = jit.built(toy.recipe)
     if damage is DAMAGES["another's"][0] and os.geteuid():
         pytest.skip("only root can give files away")
     damage(library)
     capfd.readouterr()
-    assert jit.load(recipe(toy, compiles)).answer == 42 and len(compiles) == 2
+    assert jit.load(toy.recipe).answer == 42 and toy.compiles == 2
     assert f"once; not loaded: {library}: {words}" in capfd.readouterr().err
     sys.modules.pop("zt_toy")
-    assert jit.load(recipe(toy, compiles)).answer == 42 and len(compiles) == 2
+    assert jit.load(toy.recipe).answer == 42 and toy.compiles == 2
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 def test_the_folder_of_another_user_is_left_alone(
-    toy: Path, monkeypatch: pytest.MonkeyPatch
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not even its lock is opened: a module of this user's own lies next to it. What root has built
     serves all.
     """
-    compiles: list[Path] = []
-    shared = jit.built(recipe(toy, compiles))
+    shared = jit.built(toy.recipe)
     theirs = shared.with_name(jit.LOCK)
     for path in (shared, theirs, shared.parent):
         os.chown(path, NOBODY, NOBODY)
     theirs.write_text("theirs")
     for _ in range(2):
-        own = jit.built(recipe(toy, compiles))
-        assert len(compiles) == 2 and own.parent.name == f"{shared.parent.name}-{os.geteuid()}"
+        own = jit.built(toy.recipe)
+        assert toy.compiles == 2 and own.parent.name == f"{shared.parent.name}-{os.geteuid()}"
     assert theirs.read_text() == "theirs" and names(shared.parent) == {jit.LOCK, shared.name}
     monkeypatch.setattr(os, "geteuid", lambda: NOBODY)
-    assert jit.built(recipe(toy, compiles)) == shared and len(compiles) == 2  # the other user
+    assert jit.built(toy.recipe) == shared  # the other user
     os.chown(shared, 0, 0)
     os.chown(shared.parent, 0, 0)
-    assert jit.built(recipe(toy, compiles)) == shared and len(compiles) == 2
+    assert jit.built(toy.recipe) == shared and toy.compiles == 2
 
 
-def test_a_link_in_place_of_the_lock_is_not_followed(toy: Path) -> None:
+def test_a_link_in_place_of_the_lock_is_not_followed(toy: Toy) -> None:
     """Whoever compiles writes its name into the lock: that would empty the file the link
     leads to.
     """
-    mine, wanted = toy.parent / "mine", recipe(toy, [])
-    mine.write_text("mine")
-    wanted.library().parent.mkdir(parents=True)
-    (wanted.library().parent / jit.LOCK).symlink_to(mine)
+    (mine,) = toy.recipe.sources
+    toy.lock().symlink_to(mine)
     with pytest.raises(jit.BuildError, match="set TORCH_EXTENSIONS_DIR to a folder of your own"):
-        jit.load(wanted)
-    assert mine.read_text() == "mine"
+        jit.load(toy.recipe)
+    assert mine.read_text() == SOURCE
 
 
-def test_a_users_mask_lets_nobody_else_write(toy: Path) -> None:
+def test_a_users_mask_lets_nobody_else_write(toy: Toy) -> None:
     """With the mask 002, usual where groups share folders, members of the group could exchange what
     is compiled.
     """
     old = os.umask(0)
     try:
-        wanted = recipe(toy, [])
-        wanted.library().parent.mkdir(parents=True)
-        (wanted.library().parent / jit.LOCK).touch()
-        assert jit.load(wanted).answer == 42
+        lock = toy.lock()
+        lock.touch()
+        assert jit.load(toy.recipe).answer == 42
     finally:
         os.umask(old)
-    folder = wanted.library().parent
+    folder = lock.parent
     assert not [path for path in (folder, *folder.iterdir()) if path.stat().st_mode & 0o022]
 
 
@@ -270,7 +274,7 @@ def test_deepspeed_does_not_take_our_builders_for_its_own() -> None:
     assert all(kind().name.startswith("zt_") for kind in BUILDERS)
 
 
-def test_builders_say_what_is_missing(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_builders_say_what_is_missing(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     """No compiler, no ninja, a torch for CPUs: one line each, and `is_compatible` is False."""
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
@@ -333,15 +337,13 @@ def test_hipify_translates_a_copy(csrc: Path, tmp_path: Path, way: str) -> None:
 
 def seeing(monkeypatch: pytest.MonkeyPatch, arch: str | None) -> None:
     """This process sees a GPU of an architecture, or none."""
-    rocm = GPUBuilder.is_rocm_pytorch()
     monkeypatch.setattr("torch.cuda.is_available", lambda: arch is not None)
     monkeypatch.setattr(
         "torch.cuda.get_device_properties", lambda: SimpleNamespace(gcnArchName=f"{arch}:sramecc+")
     )
-    if arch is not None and not rocm:
-        monkeypatch.setattr(
-            "torch.cuda.get_device_capability", lambda: tuple(map(int, arch.split(".")))
-        )
+    monkeypatch.setattr(
+        "torch.cuda.get_device_capability", lambda: tuple(map(int, str(arch).split(".")))
+    )
 
 
 AMD, NVIDIA = ("gfx90a", "gfx942"), ("8.0", "9.0+PTX")
@@ -360,7 +362,7 @@ ARCHITECTURES = [
 
 @pytest.mark.parametrize(("listed", "general", "gpus"), ARCHITECTURES)
 def test_a_gpu_compiles_for_itself_unless_a_module_for_it_was_built(
-    toy: Path, monkeypatch: pytest.MonkeyPatch, listed: str, general: tuple[str, ...], gpus: str
+    toy: Toy, monkeypatch: pytest.MonkeyPatch, listed: str, general: tuple[str, ...], gpus: str
 ) -> None:
     """Ranks load what a login node without a GPU built; else each compiles for its own GPU, which
     is soonest, whatever a container lists. What is too old for the kernels is left out.
@@ -416,7 +418,7 @@ def test_what_stops_torchs_builder_is_a_sentence(
 
 
 def test_build_compiles_for_those_that_come(
-    toy: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+    toy: Toy, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`zero-topo build` leaves every library where ranks look; status 1 where what is asked for
     cannot be built.
