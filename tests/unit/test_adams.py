@@ -4,31 +4,23 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from zero_topo import AdamS
-
-
-def stepped(count: int, **settings: Any) -> tuple[list[Tensor], AdamS]:
-    """Parameters of several sizes after some steps on the same random gradients."""
-    generator = torch.Generator().manual_seed(1)
-    params = [torch.ones(n, requires_grad=True) for n in (1, 5, 300)]
-    optimizer = AdamS(params, **settings)
-    for _ in range(count):
-        for p in params:
-            p.grad = torch.randn(p.shape, generator=generator)
-        optimizer.step()
-    return params, optimizer
 
 
 def test_a_saved_state_goes_on_with_the_same_bits() -> None:
     """Through ``state_dict``, step counts included; ``foreach`` changes the calls, not the
     result.
     """
-    params, optimizer = stepped(2, weight_decay=0.1, foreach=True)
+    generator = torch.Generator().manual_seed(1)
+    params = [torch.ones(n, requires_grad=True) for n in (1, 5, 300)]
+    optimizer = AdamS(params, weight_decay=0.1, foreach=True)
+    for _ in range(2):
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator)
+        optimizer.step()
     twins = [p.detach().clone().requires_grad_(True) for p in params]
     resumed = AdamS(twins)
     resumed.load_state_dict(deepcopy(optimizer.state_dict()))

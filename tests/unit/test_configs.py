@@ -14,7 +14,6 @@ import pytest
 from tests.launching import ROOT
 from tests.schema import json_schema
 from zero_topo.config import (
-    ResolvedConfig,
     ZeroTopoConfig,
     deepspeed_hints,
     deepspeed_problems,
@@ -48,23 +47,6 @@ def ranks(path: Path) -> int:
     return 8 if path.stem.startswith(("demo", "laptop")) else 16
 
 
-def hosts_of_8(count: int) -> list[Placement]:
-    """Ranks on hosts with eight of them each."""
-    return [Placement(f"n{rank // 8}", f"{rank // 8}") for rank in range(count)]
-
-
-def resolved(path: Path) -> ResolvedConfig:
-    """What the engine would run on."""
-    config = load_deepspeed_config(path)
-    assert not deepspeed_problems(config)
-    block = ZeroTopoConfig.from_ds_config(config)
-    assert block is not None
-    return before_a_model(
-        block,
-        resolve_topology(block.topology, ranks(path), hosts_of_8(ranks(path))),
-    )
-
-
 def neox_config(path: Path) -> dict[str, Any]:
     """A GPT-NeoX config, which is YAML in its flow form: JSON but for the comment lines."""
     lines = [line for line in path.read_text().splitlines() if not line.lstrip().startswith("#")]
@@ -79,7 +61,12 @@ def test_configs_resolve_on_their_machine(path: Path) -> None:
     All are for 16-bit training with clipping, and overlap what they can; the demo must not build
     DeepSpeed's own Adam.
     """
-    config, given = resolved(path), load_deepspeed_config(path)
+    given = load_deepspeed_config(path)
+    assert not deepspeed_problems(given)
+    block = ZeroTopoConfig.from_ds_config(given)
+    assert block is not None
+    hosts = [Placement(f"n{rank // 8}", f"{rank // 8}") for rank in range(ranks(path))]
+    config = before_a_model(block, resolve_topology(block.topology, ranks(path), hosts))
     assert STATED["schemes"].get(path.stem, path.stem) in (None, config.scheme)
     assert STATED["modes"].get(path.stem, "dense") == config.sync.MODE
     assert STATED["optimizers"].get(path.stem, "AdamW") == given["optimizer"]["type"]

@@ -60,29 +60,24 @@ def test_all_is_well_on_a_good_machine() -> None:
 
 
 TABLE = json.loads((ROOT / "tests/data/doctor.json").read_text())
-"""Reported states of torch that are not well, and releases: the subject, its state, words."""
+"""What torch reports that is not well, or releases; the subject, its state, words."""
 
 
-def check_found(subject: str, state: str, words: str) -> None:
+@pytest.mark.parametrize(("facts", "releases", "subject", "state", "words"), TABLE)
+def test_what_is_not_well_is_found(
+    facts: dict[str, Any],
+    releases: dict[str, str] | None,
+    subject: str,
+    state: str,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The worst finding about a subject, in a line."""
+    monkeypatch.setattr(doctor, "torch_state", lambda: {**REPORTED, **facts})
+    if releases is not None:
+        monkeypatch.setattr(software, "installed", releases.get)
     found = worst(finding for finding in examine(None) if finding.subject == subject)
     assert found.state == state and words in found.line() and "\n" not in found.line()
-
-
-@pytest.mark.parametrize(("facts", "subject", "state", "words"), TABLE["states"])
-def test_a_bad_state_of_torch_is_found(
-    facts: dict[str, Any], subject: str, state: str, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(doctor, "torch_state", lambda: {**REPORTED, **facts})
-    check_found(subject, state, words)
-
-
-@pytest.mark.parametrize(("releases", "subject", "words"), TABLE["releases"])
-def test_other_releases_fail(
-    releases: dict[str, str], subject: str, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(software, "installed", releases.get)
-    check_found(subject, FAIL, words)
 
 
 def test_a_short_shared_memory_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

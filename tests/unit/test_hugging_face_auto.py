@@ -21,26 +21,25 @@ FILLED = {
 BLOCK = {"topology": "auto", "scheme": "auto"}
 
 
-def config() -> dict[str, Any]:
-    """As Hugging Face's users write it."""
-    return {
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": 1,
-        "bf16": {"enabled": "auto"},
-        "fp16": {"enabled": "auto"},
-        "zero_optimization": {
-            "stage": 3,
-            "reduce_bucket_size": 1000,
-            "offload_optimizer": {"device": "none"},
-        },
-        "zero_topo": dict(BLOCK),
-    }
+CONFIG: dict[str, Any] = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": 1,
+    "bf16": {"enabled": "auto"},
+    "fp16": {"enabled": "auto"},
+    "zero_optimization": {
+        "stage": 3,
+        "reduce_bucket_size": 1000,
+        "offload_optimizer": {"device": "none"},
+    },
+    "zero_topo": dict(BLOCK),
+}
+"""As Hugging Face's users write it."""
 
 
 def test_accelerate_fills_what_it_knows_and_leaves_the_block_alone() -> None:
     """Without our hook it refuses ``zero_topo.scheme`` as an "auto" that it does not know."""
-    plugin = accelerate.DeepSpeedPlugin(hf_ds_config=config())
+    plugin = accelerate.DeepSpeedPlugin(hf_ds_config=CONFIG)
     plugin.deepspeed_config_process(must_match=False, **FILLED)
     assert plugin.deepspeed_config["train_batch_size"] == 32
     assert plugin.deepspeed_config["zero_topo"] == BLOCK

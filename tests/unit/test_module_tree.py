@@ -10,7 +10,7 @@ import torch
 
 from tests.plans import GPT2
 from zero_topo.cost.job import Job
-from zero_topo.cost.model_files import MODELS, ModuleTree, build, load_model, read_modules
+from zero_topo.cost.model_files import MODELS, build, load_model, read_modules
 from zero_topo.cost.transformer import Transformer
 
 FAMILIES = {
@@ -21,13 +21,9 @@ FAMILIES = {
 """Parameters of each family's default config, counted on the meta device."""
 
 
-def family(kind: str) -> ModuleTree:
-    return read_modules(build({"model_type": kind}, kind), kind)
-
-
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_counts_of_a_family_are_true(kind: str) -> None:
-    found = family(kind)
+    found = read_modules(build({"model_type": kind}, kind), kind)
     assert found.params == FAMILIES[kind] == Job(found).work.params
     assert found.layers > 1 and len(found.modules()) >= found.layers + 2
     assert all(flops >= 0 for flops in found.module_flops(1)) and sum(found.module_flops(1)) > 0

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -31,6 +32,14 @@ def write(path: Path, content: object) -> str:
     return str(path)
 
 
+def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> Any:
+    """A module of NeoX's, with some of its members."""
+    module = ModuleType(name)
+    vars(module).update(members)
+    monkeypatch.setitem(sys.modules, name, module)
+    return module
+
+
 def test_neox_drops_its_own_defaults() -> None:
     """As NeoX does: clipping of 1.0 would not arrive but for the extra arguments, which win."""
     assert "gradient_clipping" not in deepspeed_config({"gradient_clipping": 1.0})
@@ -54,9 +63,7 @@ def test_neoxs_own_launcher_runs_our_program(
 ) -> None:
     """With the checkout where the ranks of other nodes look for it."""
     started: list[list[str]] = []
-    deepy: Any = ModuleType("deepy")
-    deepy.main = started.append
-    monkeypatch.setitem(sys.modules, "deepy", deepy)
+    stand_in(monkeypatch, "deepy", main=started.append)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.setattr(train.adapt, "reach", lambda path: None)
     monkeypatch.setenv("PYTHONPATH", "/other")
@@ -72,9 +79,8 @@ def test_a_bare_srun_is_read_from_slurms_variables(monkeypatch: pytest.MonkeyPat
     """
     dealt, environ = deal(2, 8, 8), dict[str, str]()
     monkeypatch.setattr(os, "environ", environ)
-    neox_args: Any = ModuleType("megatron.neox_arguments")
-    neox_args.NeoXArgs = SimpleNamespace(from_ymls=lambda paths, forced: forced)
-    monkeypatch.setitem(sys.modules, "megatron.neox_arguments", neox_args)
+    arguments = SimpleNamespace(from_ymls=lambda paths, forced: forced)
+    stand_in(monkeypatch, "megatron.neox_arguments", NeoXArgs=arguments)
     forced: list[Any] = []
     monkeypatch.setattr(train, "_run", forced.append)
     train.start([], {})
@@ -97,9 +103,8 @@ def test_one_visible_device_is_device_0(
     import torch
 
     compiled: list[int] = []
-    helpers: Any = ModuleType("megatron.data.data_utils")
-    helpers.compile_helper = lambda: compiled.append(1)
-    monkeypatch.setitem(sys.modules, "megatron.data.data_utils", helpers)
+    compile_helper = partial(compiled.append, 1)
+    helpers = stand_in(monkeypatch, "megatron.data.data_utils", compile_helper=compile_helper)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
     monkeypatch.setenv("LOCAL_RANK", str(placement))
     args = SimpleNamespace(local_rank=placement)
@@ -122,10 +127,9 @@ def test_our_optimizers_are_built_where_neox_would_refuse_them(
     weight, bias = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
     frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
     groups = ({"params": [weight, frozen]}, {"params": [bias], "weight_decay": 0.0})
-    model: Any = ModuleType("megatron.model")
-    model.get_params_for_weight_decay_optimization = lambda *_: groups
-    monkeypatch.setitem(sys.modules, "megatron", ModuleType("megatron"))
-    monkeypatch.setitem(sys.modules, "megatron.model", model)
+    stand_in(monkeypatch, "megatron")
+    split = {"get_params_for_weight_decay_optimization": lambda *_: groups}
+    stand_in(monkeypatch, "megatron.model", **split)
     settings = {"lr": 0.5, "betas": [0.9, 0.95]}
     args = SimpleNamespace(
         optimizer_type=name, no_load_optim=False, weight_decay=0.1, optimizer={"params": settings}

@@ -32,25 +32,24 @@ def broken(device: torch.device) -> Serve:
     raise BackendUnavailable("there is no C++ compiler (install g++)")
 
 
-def refusing(key: str) -> Callable[[], object]:
-    """Serve a quantization that fails, as a module that was built for another GPU does."""
+def serving(quantize: Callable[..., None]) -> Callable[[torch.device], Serve]:
+    """A backend that quantizes so."""
 
-    def quantize(*arguments: Any) -> None:
-        raise RuntimeError("zero_topo kernels: invalid device function")
+    def serve(key: str) -> Callable[[], object]:
+        library = torch.library.Library("zero_topo", "IMPL")
+        library.impl("quantize", quantize, "CPU")
+        return library._destroy
 
-    return serving(quantize)
-
-
-def serving(quantize: Callable[..., None]) -> Callable[[], object]:
-    """Serve a quantization; returns what takes it back."""
-    library = torch.library.Library("zero_topo", "IMPL")
-    library.impl("quantize", quantize, "CPU")
-    return library._destroy
+    return lambda device: serve
 
 
-def wrong(key: str) -> Callable[[], object]:
-    """Serve a quantization that writes nothing."""
-    return serving(lambda *arguments: None)
+def fails(*arguments: Any) -> None:
+    """As a module that was built for another GPU does."""
+    raise RuntimeError("zero_topo kernels: invalid device function")
+
+
+def nothing(*arguments: Any) -> None:
+    """Writes nothing."""
 
 
 @pytest.fixture
@@ -69,9 +68,9 @@ def backends(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     ("native", "kinds", "reason"),
     [
         (broken, ("int8",), "there is no C++ compiler"),
-        (lambda device: refusing, ("int8",), "invalid device function"),
-        (lambda device: wrong, ("int8",), f"{[0.0] * 8}"),
-        (lambda device: wrong, ("fp6",), "fp6"),
+        (serving(fails), ("int8",), "invalid device function"),
+        (serving(nothing), ("int8",), f"{[0.0] * 8}"),
+        (serving(nothing), ("fp6",), "fp6"),
     ],
     ids=["missing", "does not run", "is wrong", "has no such blocks"],
 )

@@ -172,16 +172,11 @@ def test_a_gpu_of_many_multiprocessors_gets_masks_of_two_bytes(
         largest = torch.empty(1, 2, dtype=torch.int64)
         reference_sparse.row_largest(x, largest)
         packets, _ = ops.ternary_encode(x, 1, largest, 1, torch.float32)
-        reference_sparse.ternary_decode(
-            packets, torch.zeros(1, 1, dtype=torch.int64), [4, 2, 1, 0], *_room(2)
-        )
+        room = torch.empty(2, dtype=torch.int64), torch.empty(2)
+        first = torch.zeros(1, 1, dtype=torch.int64)
+        reference_sparse.ternary_decode(packets, first, [4, 2, 1, 0], *room)
     assert [call.args[0].dtype for call in scan.call_args_list] == [dtype] * 3
     assert largest.tolist() == [[2, 3]]
-
-
-def _room(numel: int) -> tuple[Tensor, Tensor]:
-    """Indices and values to be written."""
-    return torch.empty(numel, dtype=torch.int64), torch.empty(numel)
 
 
 @given(st.lists(VECTORS, min_size=1, max_size=4), st.data())

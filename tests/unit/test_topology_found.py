@@ -106,8 +106,11 @@ def test_without_the_fabric_the_preset_has_the_domain() -> None:
     racks = placements_of("a rack without fabric")
     found = resolve_topology("gb200-nvl72", 72, racks)
     assert shape(found) == (1, 72, 1) and found.order is None
-    racks[3] = racks[4]
-    with pytest.raises(ValueError, match="host 'n0' runs ranks 0-2, host 'n1' runs ranks 3-7"):
+    racks[1:4] = racks[4:7]
+    line = (
+        "18 hosts of 4 neighbouring ranks each, but host 'n0' runs ranks 0, host 'n1' runs .* 1-7"
+    )
+    with pytest.raises(ValueError, match=line):
         resolve_topology("gb200-nvl72", 72, racks)
 
 
@@ -206,20 +209,6 @@ def test_a_stated_order_passes_exactly_if_nodes_and_hosts_match(
     assume(any((wrong[a] == wrong[b]) != (right[a] == right[b]) for a, b in pairs))
     with pytest.raises(ValueError):
         placed(topology, on(wrong))
-
-
-@pytest.mark.parametrize(
-    ("shape", "hosts", "complaint"),
-    [
-        ((2, 2, 1), "aabc", "2 hosts of 2 neighbouring ranks each, but host 'a' runs ranks 0-1"),
-        ((1, 2, 1), "ab", "host 'b' runs ranks 1"),
-    ],
-)
-def test_the_hosts_of_the_ranks_are_named(
-    shape: tuple[int, int, int], hosts: str, complaint: str
-) -> None:
-    with pytest.raises(ValueError, match=complaint):
-        placed(Topology("test", *shape), on(hosts))
 
 
 def test_many_nodes_on_one_machine_must_be_said_to_be_emulated_and_are_then_not_checked() -> None:

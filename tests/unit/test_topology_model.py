@@ -6,7 +6,6 @@ picture.
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -39,10 +38,6 @@ def topologies(draw: st.DrawFn) -> Topology:
     )
 
 
-def tree(nodes: int = 2, gpus: int = 4, dies: int = 2, **fields: Any) -> Topology:
-    return Topology("test", nodes, gpus, dies, **fields)
-
-
 @given(topologies(), st.data())
 def test_a_degree_belongs_to_the_smallest_domain_that_its_blocks_never_leave(
     topology: Topology, data: st.DataObject
@@ -67,7 +62,11 @@ def test_json_round_trip(topology: Topology) -> None:
 
 
 def test_the_picture_draws_equal_branches_once() -> None:
-    topology = tree(
+    topology = Topology(
+        "test",
+        2,
+        4,
+        2,
         links={"gpu": Link(200 * GB, 0), "world": Link(12.5 * GB, 14e-6)},
         memory_per_rank=64 * GB,
         sources={"nodes": "here"},
@@ -83,7 +82,7 @@ def test_the_picture_draws_equal_branches_once() -> None:
 
 
 def test_a_group_may_leave_out_gpus_between_its_own() -> None:
-    cut = tree(3).among(range(0, 24, 4))
+    cut = Topology("test", 3, 4, 2).among(range(0, 24, 4))
     assert shape(cut) == (3, 2, 1) and cut.order is None
 
 
