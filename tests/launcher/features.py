@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -306,24 +306,14 @@ def with_states(zero_topo: Block, dtype: str = "fp32") -> Result:
         return Result(losses, weights(engine), seen)
 
 
-def with_no_sync() -> Job:
-    """Accumulates under ``engine.no_sync()``."""
+def inside(context: Callable[[Any], AbstractContextManager[Any]], **more: Any) -> Job:
+    """Forward passes inside a context manager that is made of the engine."""
 
     def loss(engine: Any, x: Tensor, y: Tensor) -> Tensor:
-        with engine.no_sync():
+        with context(engine):
             return mse(engine, x, y)
 
-    return small(micro_batches=2, loss=loss)
-
-
-def autocast() -> Job:
-    """The forward pass inside the caller's ``torch.autocast``."""
-
-    def loss(engine: Any, x: Tensor, y: Tensor) -> Tensor:
-        with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
-            return mse(engine, x, y)
-
-    return small(loss=loss)
+    return small(loss=loss, **more)
 
 
 @contextmanager
@@ -518,6 +508,11 @@ def of(case: Callable[[], Job], **more: Any) -> Feature:
     return Feature(lambda zero_topo: run(case().under(zero_topo)), **more)
 
 
+def of_model(model: Callable[[], nn.Module], micro_batches: int = 1, **more: Any) -> Feature:
+    """A feature that a model has."""
+    return of(lambda: Job(model=model, steps=STEPS, micro_batches=micro_batches), **more)
+
+
 WARMUP = {
     "warmup_min_lr": 0.0,
     "warmup_max_lr": [1e-2, 2e-3],
@@ -549,35 +544,27 @@ FEATURES: dict[str, Feature] = {
         lambda: small(groups=matrices_and_vectors, ds=zero(sub_group_size=20, overlap_comm=False))
     ),
     # a whole module, a bias only, a weight only
-    "frozen parameters": of(lambda: Job(model=partly_frozen, steps=STEPS)),
-    "frozen parameters with adapters": of(lambda: Job(model=adapted, steps=STEPS, micro_batches=2)),
+    "frozen parameters": of_model(partly_frozen),
+    "frozen parameters with adapters": of_model(adapted, micro_batches=2),
     # the embedding, which is the head too, is frozen
-    "frozen parameters, tied": of(lambda: Job(model=tied_and_adapted, steps=STEPS)),
+    "frozen parameters, tied": of_model(tied_and_adapted),
     "parameters unused in some steps": of(lambda: branching(1), like=lambda: branching_in_torch(1)),
     "parameters unused in some micro-batches": of(
         lambda: branching(2), like=lambda: branching_in_torch(2)
     ),
     # embedding and head share one parameter: gathered for either, one gradient
-    "tied weights": of(lambda: Job(model=Tied, steps=STEPS)),
+    "tied weights": of_model(Tied),
     # ranks that hold only padding take part in everything
-    "parameters of 1 to 9 elements": of(lambda: Job(model=Tiny, steps=STEPS)),
+    "parameters of 1 to 9 elements": of_model(Tiny),
     # DeepSpeed's own: it broadcasts parameters as bytes, under `zero.Init` too
-    "parameters of 0 dimensions": of(
-        lambda: Job(model=Scalar, steps=STEPS), refused="self.dim() cannot be 0"
-    ),
-    "leaf modules": of(lambda: Job(model=with_leaves, steps=STEPS)),
-    "experts that get no token": of(lambda: Job(model=Routed, steps=STEPS)),
-    "external parameters": of(lambda: Job(model=External, steps=STEPS)),
-    "hooks of modules and parameters": of(
-        lambda: Job(model=hooked, steps=STEPS), unlike=UNDISTURBED
-    ),
+    "parameters of 0 dimensions": of_model(Scalar, refused="self.dim() cannot be 0"),
+    "leaf modules": of_model(with_leaves),
+    "experts that get no token": of_model(Routed),
+    "external parameters": of_model(External),
+    "hooks of modules and parameters": of_model(hooked, unlike=UNDISTURBED),
     # the backward pass is many small ones; recomputation gathers from the copy that backward reads
-    "activation checkpointing, reentrant": of(
-        lambda: Job(model=partial(Checkpointed, True), steps=STEPS)
-    ),
-    "activation checkpointing, not reentrant": of(
-        lambda: Job(model=partial(Checkpointed, False), steps=STEPS)
-    ),
+    "activation checkpointing, reentrant": of_model(partial(Checkpointed, True)),
+    "activation checkpointing, not reentrant": of_model(partial(Checkpointed, False)),
     "a parameter inside and outside a checkpoint": Feature(twice_used, like=twice_used_in_torch),
     # parameters partitioned as they are built are adopted as they are
     UNDISTURBED: of(lambda: small(zero_init=True)),
@@ -591,7 +578,8 @@ FEATURES: dict[str, Feature] = {
     "`safe_get_*`, `safe_set_*`": Feature(with_states),
     "gradient accumulation": of(lambda: small(micro_batches=3)),
     "gradient accumulation under `no_sync`": of(
-        with_no_sync, refused="no_sync context manager is incompatible"
+        lambda: inside(lambda engine: engine.no_sync(), micro_batches=2),
+        refused="no_sync context manager is incompatible",
     ),
     # `zero_grad` of the optimizer forgets what was accumulated, that of the engine does not
     "`zero_grad` between micro-batches": of(discarding),
@@ -602,7 +590,9 @@ FEATURES: dict[str, Feature] = {
     "prefetch, reuse": of(lambda: small(micro_batches=2, ds=FAR_AHEAD)),
     "BF16": of(lambda: small(dtype="bf16"), tolerance=1e-2),
     "FP16, overflows": Feature(overflowing, tolerance=3e-3),
-    "`torch.autocast` of the caller": of(autocast),
+    "`torch.autocast` of the caller": of(
+        lambda: inside(lambda _: torch.autocast(DEVICE.type, dtype=torch.bfloat16))
+    ),
     # stock sums gradients in BF16
     "`torch_autocast` of the config": Feature(autocast_of_the_config, tolerance=1e-3),
     # masters and states on the host, the gradient shard on the accelerator

@@ -13,7 +13,7 @@ import pytest
 from torch import nn
 
 import zero_topo
-from tests.launcher.features import lower_dtypes
+from tests.launcher.features import MOMENTUM, lower_dtypes
 from tests.launcher.training import (
     DATA_PARALLEL,
     Job,
@@ -57,8 +57,7 @@ def job(
     """Steps of SGD, which turns a small difference of gradients into a small one of weights."""
     ds = {
         "torch_autocast": {"enabled": True, "dtype": dtype, **autocast},
-        "optimizer": {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}},
-        "zero_allow_untested_optimizer": True,
+        **MOMENTUM,
         "gradient_clipping": 0.0,
         "zero_optimization": {"stage3_param_persistence_threshold": kept},
     }

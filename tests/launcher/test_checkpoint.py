@@ -9,7 +9,7 @@ import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -72,20 +72,17 @@ RESUMED["aged"].ds.update(AGED)
 
 
 @pytest.fixture(scope="module")
-def saved_by_stock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Saved]]:
+def saved_by_stock(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
     """A run of stock ZeRO-3 in a dtype, with its checkpoint; made when first asked for, the same on
     every rank.
     """
-    made: dict[str, Saved] = {}
 
-    def get(dtype: str) -> Saved:
-        if dtype not in made:
-            path = common_directory(tmp_path_factory.mktemp(f"stock_{dtype}"))
-            made[dtype] = save(job(None, dtype), path)
-        return made[dtype]
+    @cache
+    def saved(dtype: str) -> Saved:
+        path = common_directory(tmp_path_factory.mktemp(f"stock_{dtype}"))
+        return save(job(None, dtype), path)
 
-    yield get
-    made.clear()
+    return saved
 
 
 @pytest.mark.parametrize(

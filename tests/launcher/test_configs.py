@@ -121,21 +121,20 @@ def net(dtype: torch.dtype) -> Net:
     return made
 
 
-def job(row: int, mixed: dict[str, Any], zero_topo: dict[str, Any]) -> Job:
+def job(row: int, mixed: dict[str, Any]) -> Job:
     """Two short steps of one of the models."""
     dtype, mode = MODELS[row]
     scale: dict[str, Any] = (
         {"fp16": {"enabled": True, "initial_scale_power": 4}} if mode == "fp16" else {}
     )
-    return Job(
-        partial(net, dtype), zero_topo, steps=2, micro_batches=2, dtype=mode, ds={**scale, **mixed}
-    )
+    ds = {**scale, **mixed}
+    return Job(partial(net, dtype), block("topo"), 2, micro_batches=2, dtype=mode, ds=ds)
 
 
 @cache
 def plain(row: int) -> list[float]:
     """Losses of one of the models, trained in its own dtype."""
-    return train(job(row, {}, block("topo")))
+    return train(job(row, {}))
 
 
 @pytest.mark.parametrize(("row", "travels", "summed"), cores([(2, "bf16", None)], MIXES))
@@ -146,7 +145,7 @@ def test_every_mix_of_types_trains(
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
     mixed: dict[str, Any] = {"data_types": {"grad_accum_dtype": summed}} if summed else {}
     mixed |= {"communication_data_type": travels} if travels else {}
-    mine = train(job(row, mixed, block("topo")))
+    mine = train(job(row, mixed))
     torch.testing.assert_close(mine, plain(row), rtol=1e-2, atol=1e-3)
 
 

@@ -20,7 +20,7 @@ from tests.launcher.checkpoints import assert_same_bits
 from tests.launcher.models import adapted
 from tests.launcher.training import Job, advance, batch, block, mse, running, weights
 
-CODES: dict[str, Any] = {"quantize": {}}
+CODES = block("topo", quantize={})
 
 
 def job(zero_topo: dict[str, Any] | None, dtype: str = "bf16", **zero: Any) -> Job:
@@ -36,7 +36,7 @@ def test_exact_weights_are_saved_and_loaded(rank: int, shared_path: Path) -> Non
     """Whatever is gathered: exports have the bits that the model began with, and a load brings
     codes of them back.
     """
-    run = job(block("topo", **CODES), stage3_gather_16bit_weights_on_model_save=True)
+    run = job(CODES, stage3_gather_16bit_weights_on_model_save=True)
     with running(run) as engine:
         began = weights(engine)
         advance(run, engine, 0, 1)
@@ -61,7 +61,7 @@ def test_exact_weights_are_saved_and_loaded(rank: int, shared_path: Path) -> Non
     ):
         assert_same_bits({name: export[name].float() for name in frozen}, frozen)
     for options in ({}, {"load_module_only": True}):
-        with running(replace(run, model=lambda: spoilt(adapted()))) as engine:
+        with running(replace(run, model=spoilt)) as engine:
             engine.load_checkpoint(str(shared_path), **options)
             for mine, theirs in zip(frozen_codes(engine), stored, strict=True):
                 assert torch.equal(mine, theirs)
@@ -75,8 +75,9 @@ def frozen_codes(engine: Any) -> list[Tensor]:
     return [form.data.clone() for form in forward.forms]
 
 
-def spoilt(model: nn.Module) -> nn.Module:
-    """With other weights."""
+def spoilt() -> nn.Module:
+    """Other weights."""
+    model = adapted()
     for param in model.parameters():
         param.data += 1
     return model
@@ -88,12 +89,13 @@ def test_an_edit_reaches_all_gathers() -> None:
     had begun so.
     """
 
-    def begun(model: nn.Module) -> nn.Module:
+    def begun() -> nn.Module:
+        model = adapted()
         model.blocks[1][1].base.weight.data *= 2  # type: ignore[index, union-attr]
         return model
 
-    run = job(block("topo", **CODES))
-    with running(replace(run, model=lambda: begun(adapted()))) as engine:
+    run = job(CODES)
+    with running(replace(run, model=begun)) as engine:
         expected = advance(run, engine, 0, 3)
     with running(run) as engine:
         weight = engine.module.blocks[1][1].base.weight
@@ -118,7 +120,7 @@ def test_unfrozen_parameters_are_not_trained(rank: int, caplog: pytest.LogCaptur
     line says so.
     """
     found = []
-    for zero_topo in (block("topo", **CODES), block("topo"), None):
+    for zero_topo in (CODES, block("topo"), None):
         run = replace(job(zero_topo, "fp32"), model=two_adapters, steps=4, each_step=thaw)
         with running(run) as engine:
             began = weights(engine)

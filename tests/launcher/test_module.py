@@ -42,7 +42,6 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "INT8 weights": block("topo", quantize={"resident": "int8"}),
     "replicated optimizer": block("topo", optimizer="node"),
 }
-JOB = Job(Net, TOPO, steps=3)
 
 
 def _compiled() -> nn.Module:
@@ -57,7 +56,7 @@ def test_a_compiled_module_trains_as_the_module_does() -> None:
     """
     losses = []
     for when in ("never", "before", "after"):
-        job = replace(JOB, model=_compiled if when == "before" else Net)
+        job = Job(_compiled if when == "before" else Net, TOPO, steps=3)
         with running(job) as engine:
             if when == "after":
                 engine.compile(backend="eager")

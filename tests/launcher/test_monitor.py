@@ -11,7 +11,6 @@ from __future__ import annotations
 import csv
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -27,15 +26,6 @@ STEPS, MICRO_BATCHES = 3, 2
 RADIUS = {"mode": "radius", "density": 0.1, "interval": 2}
 
 
-def watched(folder: Path, **more: Any) -> Job:
-    """Three steps with the CSV monitor on."""
-    csv_monitor = {"enabled": True, "output_path": str(folder), "job_name": "job"}
-    ds = {"csv_monitor": csv_monitor, "steps_per_print": 2, **more}
-    return Job(
-        zero_topo=block("topo", sync=RADIUS), steps=STEPS, micro_batches=MICRO_BATCHES, ds=ds
-    )
-
-
 def table(folder: Path, name: str) -> tuple[list[int], list[float]]:
     """Steps and values of one file of the CSV monitor."""
     rows = list(csv.reader((folder / "job" / f"{name}.csv").read_text().splitlines()))[1:]
@@ -45,7 +35,9 @@ def table(folder: Path, name: str) -> tuple[list[int], list[float]]:
 def test_monitors_get_bytes_times_and_densities_of_each_step(rank: int, shared_path: Path) -> None:
     """Rank 0's meter by domain, on the axis of the learning rate that DeepSpeed logs."""
     metered: list[Counter[str]] = []
-    job = watched(shared_path)
+    csv_monitor = {"enabled": True, "output_path": str(shared_path), "job_name": "job"}
+    ds = {"csv_monitor": csv_monitor, "steps_per_print": 2}
+    job = Job(zero_topo=block("topo", sync=RADIUS), micro_batches=MICRO_BATCHES, ds=ds)
     with running(job) as engine:
         for step in range(STEPS):
             advance(job, engine, step, step + 1)

@@ -35,25 +35,17 @@ from tests.launcher.training import (
 from tests.marks import cores
 
 STEPS = 4
+SCAPE = {"mode": "scape", "density": 0.3}
 BLOCKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "codes": ({"scheme": "topo", "quantize": CODES}, {}),
-    "as it comes": ({"scheme": "topo"}, {}),
-    "scape": (
-        {"scheme": "topo", "optimizer": "node", "sync": {"mode": "scape", "density": 0.3}},
-        ADAMS,
-    ),
+    "codes": (block("topo", quantize=CODES), {}),
+    "as it comes": (block("topo", quantize={}), {}),
+    "scape": (block("topo", quantize={}, optimizer="node", sync=SCAPE), ADAMS),
 }
 
 
 def job(name: str = "as it comes", **more: Any) -> Job:
-    keys, ds = BLOCKS[name]
-    return Job(
-        zero_topo={**block("topo"), "quantize": {}, **keys},
-        steps=STEPS,
-        dtype="bf16",
-        ds=ds,
-        **more,
-    )
+    zero_topo, ds = BLOCKS[name]
+    return Job(zero_topo=zero_topo, steps=STEPS, dtype="bf16", ds=ds, **more)
 
 
 def there_and_back(engine: Any, step: int) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,13 +43,6 @@ TOLERANCE = 1e-6
 CALLS_OF_AN_ENGINE = 12  # sequences; then another engine, of another scheme
 CALLS = 8  # of a sequence, at least
 DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16)  # of the script, by default
-# No prefetch: after an evaluation DeepSpeed leaves prefetched parameters in flight, which
-# GatheredParameters refuses.
-ZERO: dict[str, Any] = {"stage3_prefetch_bucket_size": 0}
-DS: dict[str, Any] = {
-    "zero_allow_untested_optimizer": True,
-    "gradient_clipping": 0,
-}
 
 
 class Model(Loops):
@@ -108,12 +101,20 @@ class Run:
         return [index for index, param in enumerate(params) if param.requires_grad]
 
     def _job(self, module: nn.Module) -> Job:
-        zero = {**ZERO, "reduce_bucket_size": self.draw.choice([100, 2000])}
+        zero: dict[str, Any] = {"reduce_bucket_size": self.draw.choice([100, 2000])}
+        # After an evaluation DeepSpeed leaves prefetched parameters in flight, which
+        # GatheredParameters refuses.
+        zero["stage3_prefetch_bucket_size"] = 0
         if self.draw.random() < 0.3:
             zero["offload_optimizer"] = {"device": "cpu"}
         micro_batches = self.draw.choice([1, 1, 2, 3])
         self.managed = micro_batches > 1 or self.draw.random() < 0.7
-        ds = {**DS, "zero_optimization": zero, "managed_gradient_accumulation": self.managed}
+        ds = {
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            "gradient_clipping": 0,
+            "managed_gradient_accumulation": self.managed,
+        }
         topo = self.draw.choice(BLOCKS)
         return Job(lambda: module, topo, micro_batches=micro_batches, optimizer=sgd, ds=ds)
 
@@ -168,12 +169,12 @@ class Run:
         params = [*self.engine.module.parameters()]
         assert all(isinstance(param.partition, partial) for param in params), "the plan was left"
         with deepspeed.zero.GatheredParameters(params):
-            self.alike([param.detach() for param in params], "weights")
+            self.alike(params, "weights")
 
-    def alike(self, found: list[Tensor], what: str, expected: list[Tensor] | None = None) -> None:
-        expected = expected or [param.detach() for param in self.plain.parameters()]
-        for index, (own, other) in enumerate(zip(found, expected, strict=True)):
-            error = float((own - other).abs().max())
+    def alike(self, found: Iterable[Any], what: str, expected: Iterable[Any] = ()) -> None:
+        pairs = zip(found, expected or self.plain.parameters(), strict=True)
+        for index, (own, other) in enumerate(pairs):
+            error = float((own - other).detach().abs().max())
             assert error < TOLERANCE, f"{what} {index} differ by {error:.1e}"
 
     # -- calls -------------------------------------------------------------------------------------
@@ -323,7 +324,7 @@ class Run:
     def peek(self) -> None:
         if self.passes:
             found = [safe_get_full_grad(param) for param in self.of(self.engine.module)]
-            self.alike(found, "gradients", [param.grad for param in self.of(self.plain)])  # type: ignore[misc]
+            self.alike(found, "gradients", [param.grad for param in self.of(self.plain)])
 
     def set_gradient(self) -> None:
         if self.passes:
@@ -339,7 +340,7 @@ class Run:
         params = [*self.engine.module.parameters()]
         with deepspeed.zero.GatheredParameters(params):
             kept = copy.deepcopy(self.engine.module)
-        self.alike([param.detach() for param in kept.parameters()], "copied weights")
+        self.alike(kept.parameters(), "copied weights")
 
     def end_the_other(self) -> None:
         """Of the engines of one module, that without an optimizer."""
