@@ -53,8 +53,6 @@ SMALLER = {
     "python -m benchmarks convergence": "--schemes topo --steps 10 --seeds 1 --params 5e4 --layers "
     "1",
 }
-ROOTS = ("python -m benchmarks cluster",)
-LONG = tuple(start for start in SMALLER if start.startswith("python -m benchmarks "))
 
 
 def smaller(line: str, folder: Path) -> str:
@@ -76,13 +74,13 @@ def smaller(line: str, folder: Path) -> str:
 
 def marked(line: str) -> Any:
     """A benchmark that trains takes long, made smaller too."""
-    return pytest.param(line, marks=[pytest.mark.long] * line.startswith(LONG))
+    return pytest.param(line, marks=[pytest.mark.long] * line.startswith(tuple(SMALLER)))
 
 
 @pytest.mark.parametrize("line", [marked(line) for line in (*OF_ZERO_TOPO, *OF_BENCHMARKS)])
 def test_zero_topo_commands_run(line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each `zero-topo` command and each benchmark succeeds in the checkout and prints something."""
-    if line.startswith(ROOTS) and (os.geteuid() or not shutil.which("tc")):
+    if line.startswith("python -m benchmarks cluster") and (os.geteuid() or not shutil.which("tc")):
         pytest.skip("the emulated cluster needs root and tc")
     monkeypatch.chdir(ROOT)
     line = smaller(line, tmp_path)

@@ -16,7 +16,9 @@ import torch
 
 from tests.launching import ROOT, Launch, LaunchSettings, launch
 from zero_topo.examples.train_gpt import main
+from zero_topo.observe.runlog import read_metrics
 
+Runs = tuple[Path, Launch, Launch]
 SCRIPT = "zero_topo/examples/train_gpt.py"
 SMALL = ["--layers", "1", "--width", "32", "--context", "16", "--warmup", "2"]
 
@@ -33,7 +35,7 @@ def ds_config(folder: Path, name: str, block: dict[str, Any] | None) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Launch, Launch]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """Six steps under topo with a checkpoint, by DeepSpeed's own launcher, then two more from it
     under stock ZeRO-3: a folder and both launches.
     """
@@ -55,7 +57,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Launch, Launch
     return folder, topo, run("stock", None, "--steps", "8", "--resume", saved)
 
 
-def test_the_example_learns_and_writes_its_report(runs: tuple[Path, Launch, Launch]) -> None:
+def test_the_example_learns_and_writes_its_report(runs: Runs) -> None:
     """Loss falls, and the report's files lie in the run's folder."""
     folder, topo, _ = runs
     assert topo.returncode == 0, topo.tails()
@@ -72,14 +74,7 @@ def test_the_example_learns_and_writes_its_report(runs: tuple[Path, Launch, Laun
     )
 
 
-def test_only_rank_0_speaks(runs: tuple[Path, Launch, Launch]) -> None:
-    """A run on a thousand ranks prints one report."""
-    _, topo, _ = runs
-    words = ("loss", "Sent by", "zero_topo: ")
-    assert not [rank for rank in (1, 2, 3) if any(word in topo.log(rank) for word in words)]
-
-
-def test_a_run_says_what_was_chosen_for_it(runs: tuple[Path, Launch, Launch]) -> None:
+def test_rank_0_alone_says_what_was_chosen_for_a_run(runs: Runs) -> None:
     """With nobody's logging set up, under a DeepSpeed whose own log shows only warnings; each line
     once.
     """
@@ -87,10 +82,12 @@ def test_a_run_says_what_was_chosen_for_it(runs: tuple[Path, Launch, Launch]) ->
     said = [line for line in topo.log(0).splitlines() if "[INFO] zero_topo: " in line]
     for choice in ("kernels on cpu: ", "machine: "):
         assert len([line for line in said if choice in line]) == 1, topo.tails()
+    words = ("loss", "Sent by", "zero_topo: ")
+    assert not [rank for rank in (1, 2, 3) if any(word in topo.log(rank) for word in words)]
     assert "zero_topo: " not in stock.log(0)
 
 
-def test_every_rank_sent_and_holds_what_the_formulas_say(runs: tuple[Path, Launch, Launch]) -> None:
+def test_every_rank_sent_and_holds_what_the_formulas_say(runs: Runs) -> None:
     """With two micro-batches per step, the last step's bytes are the formula's everywhere.
 
     Those of codes are rank 0's: their changes have a size in each group.
@@ -109,7 +106,7 @@ def test_every_rank_sent_and_holds_what_the_formulas_say(runs: tuple[Path, Launc
 
 
 def test_a_run_goes_on_from_a_checkpoint_under_stock_zero3(
-    runs: tuple[Path, Launch, Launch],
+    runs: Runs,
 ) -> None:
     """The example resumes at the step where it stopped, with the loss it had, and says that nothing
     is metered.
@@ -117,9 +114,7 @@ def test_a_run_goes_on_from_a_checkpoint_under_stock_zero3(
     folder, _, stock = runs
     assert stock.returncode == 0, stock.tails()
     before = json.loads((folder / "topo" / "report.json").read_text())
-    lines = [
-        json.loads(line) for line in (folder / "stock" / "metrics.jsonl").read_text().splitlines()
-    ]
+    lines = read_metrics(folder / "stock")
     assert [line["step"] for line in lines if "loss" in line] == [7, 8]
     assert lines[0]["loss"] < before["first_loss"] - 0.1
     assert "This run used stock ZeRO-3" in stock.log(0)

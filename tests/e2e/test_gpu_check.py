@@ -24,14 +24,13 @@ from tests.gpu.__main__ import STAGES, Command, Stage
 from tests.launching import ROOT, output
 
 pytestmark = pytest.mark.long
+ON_CPU = {**os.environ, "ZERO_TOPO_TEST_DEVICE": "cpu"}
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_runs_on_the_cpu(stage: int) -> None:
     """Every command of its stand-in succeeds."""
-    env = {**os.environ, "ZERO_TOPO_TEST_DEVICE": "cpu"}
-    words = [sys.executable, "-m", "tests.gpu", str(stage)]
-    said = output(words, cwd=ROOT, env=env)
+    said = output([sys.executable, "-m", "tests.gpu", str(stage)], cwd=ROOT, env=ON_CPU)
     assert (
         f"stage {stage}: {STAGES[stage].title} -- STAND-IN" in said and "0 commands failed" in said
     )
@@ -110,20 +109,13 @@ def test_it_installs_without_network_from_a_virtual_environment(tmp_path: Path) 
     assert (checkout / ".venv" / ".set-up-for-gpu").exists()
 
 
-def test_a_forward_pass_calls_no_more_functions_than_stocks(tmp_path: Path) -> None:
-    """What zero_topo does on the host for a module, next to what DeepSpeed does in its place."""
-    alone("calls", tmp_path)
-
-
-def test_a_step_of_one_rank_of_384_has_few_launches(tmp_path: Path) -> None:
-    """Those of the model and of DeepSpeed are counted too."""
-    alone("launches", tmp_path)
-
-
-def alone(what: str, folder: Path) -> None:
-    """One rank of 384 does something on a CPU."""
-    env = {**os.environ, "ZERO_TOPO_TEST_DEVICE": "cpu"}
-    output([sys.executable, "-m", "tests.gpu.one_of_many", what, str(folder)], cwd=ROOT, env=env)
+@pytest.mark.parametrize("what", ["calls", "launches"])
+def test_a_rank_of_384_calls_and_launches_little(what: str, tmp_path: Path) -> None:
+    """A forward pass calls no more functions than stock's, and a step has few launches, those of
+    the model and of DeepSpeed among them.
+    """
+    words = [sys.executable, "-m", "tests.gpu.one_of_many", what, str(tmp_path)]
+    output(words, cwd=ROOT, env=ON_CPU)
 
 
 def test_a_stage_ends_at_its_limit_and_proves_nothing(

@@ -15,6 +15,7 @@ import pytest
 
 from tests.launching import ROOT, LaunchSettings, succeeded
 from tests.slurm import Cluster, distributed, missing, submitted
+from zero_topo.observe.runlog import read_metrics
 
 SCRIPT = str(ROOT / "zero_topo/examples/train_gpt.py")
 SMALL = ["--layers", "1", "--width", "32", "--context", "16", "--warmup", "2"]
@@ -49,8 +50,7 @@ def training(folder: Path, config: str, run: str) -> list[str]:
 
 def losses(folder: Path, run: str) -> list[float]:
     """Loss of each step, averaged over ranks."""
-    lines = [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
-    found = [line["loss"] for line in lines if "loss" in line]
+    found = [line["loss"] for line in read_metrics(folder / run) if "loss" in line]
     assert len(found) == STEPS and found[-1] < found[0]
     return found
 

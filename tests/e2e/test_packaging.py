@@ -44,12 +44,13 @@ def built(directory: Path, **env: str) -> Path:
     return next((directory / "source/dist").glob("*.whl"))
 
 
-def run_outside(code: str, path: Path | None, cwd: Path) -> str:
-    """Runs code in a Python that does not see the checkout through its working directory; returns
-    its output.
+def run_outside(code: str, wheel: Path, folder: Path) -> str:
+    """What code prints in a Python that sees the unpacked wheel, and no checkout through its
+    working directory.
     """
-    env = {**os.environ, "PYTHONPATH": str(path) if path else ""}
-    return output([sys.executable, "-P", "-c", code], cwd=cwd, env=env).strip()
+    zipfile.ZipFile(wheel).extractall(folder / "site")
+    env = {**os.environ, "PYTHONPATH": str(folder / "site")}
+    return output([sys.executable, "-P", "-c", code], cwd=folder, env=env).strip()
 
 
 def test_wheel_carries_everything_a_user_needs(wheel: Path) -> None:
@@ -106,14 +107,10 @@ def test_wheel_names_its_version_and_command(wheel: Path) -> None:
 
 def test_sources_are_found_in_an_installed_wheel(wheel: Path, tmp_path: Path) -> None:
     """source_dir() of the unpacked wheel is inside it and holds the header."""
-    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
-    found = run_outside(
-        "from zero_topo.op_builder import source_dir; print(source_dir())",
-        tmp_path / "site",
-        tmp_path,
-    )
-    assert Path(found) == tmp_path / "site" / "zero_topo" / "csrc"
-    assert (Path(found) / "zt_wire.h").read_text() == (ROOT / "csrc" / "zt_wire.h").read_text()
+    code = "from zero_topo.op_builder import source_dir; print(source_dir())"
+    found = Path(run_outside(code, wheel, tmp_path))
+    assert found == tmp_path / "site" / "zero_topo" / "csrc"
+    assert (found / "zt_wire.h").read_text() == (ROOT / "csrc" / "zt_wire.h").read_text()
 
 
 PREBUILT = """
@@ -134,7 +131,7 @@ def test_ops_built_ahead_of_time_need_no_compiler(tmp_path: Path) -> None:
     """
     if shutil.which("g++") is None or shutil.which("ninja") is None:
         pytest.skip("g++ and ninja are needed to build ahead of time")
-    zipfile.ZipFile(built(tmp_path, ZT_BUILD_OPS="1")).extractall(tmp_path / "site")
-    name, file, first = run_outside(PREBUILT, tmp_path / "site", tmp_path).splitlines()[-1].split()
+    printed = run_outside(PREBUILT, built(tmp_path, ZT_BUILD_OPS="1"), tmp_path)
+    name, file, first = printed.splitlines()[-1].split()
     assert (name, first) == ("native", "127")
     assert Path(file).parent == tmp_path / "site" / "zero_topo"

@@ -14,6 +14,7 @@ import pytest
 
 from tests.launching import Launch, LaunchSettings, launch
 
+Refused = tuple[Launch, list[dict[str, Any]]]
 RANKS = 2
 TIMEOUT_S = 240.0
 PROGRAMS = Path(__file__).parent / "programs"
@@ -48,7 +49,7 @@ ARGUMENTS = {"mpu": "mpu", "mesh_param": "mesh_param", "remote_device": "remote_
 
 
 @pytest.fixture(scope="module")
-def refused(tmp_path_factory: pytest.TempPathFactory) -> tuple[Launch, list[dict[str, Any]]]:
+def refused(tmp_path_factory: pytest.TempPathFactory) -> Refused:
     """One launch that tries every case in every way; what each rank got."""
     path = tmp_path_factory.mktemp("refused")
     (path / "cases.json").write_text(
@@ -59,9 +60,6 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> tuple[Launch, list[dict
     files = [path / f"{rank}.json" for rank in range(RANKS)]
     assert all(file.is_file() for file in files), done.tails()
     return done, [json.loads(file.read_text()) for file in files]
-
-
-Refused = tuple[Launch, list[dict[str, Any]]]
 
 
 @pytest.mark.parametrize("name", CASES)

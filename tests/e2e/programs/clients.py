@@ -8,7 +8,6 @@ small and have random weights, texts are generated, and nothing is downloaded.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,9 +25,8 @@ from transformers import (
 )
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from tests.e2e.programs.hugging_face import deepspeed_config, join, losses
-from tests.e2e.programs.shared import BLOCKS, STEPS, steps_of_engine
-from zero_topo.leaving import leave
+from tests.e2e.programs.hugging_face import arguments, deepspeed_config, join, trained
+from tests.e2e.programs.shared import BLOCKS, STEPS, finish
 
 WORDS = ("red", "green", "blue", "warm", "cold", "old", "new", "sea", "sky", "hill")
 LLAMA = LlamaConfig(
@@ -45,6 +43,15 @@ LLAMA = LlamaConfig(
 )
 
 
+SHORT: dict[str, Any] = {
+    "max_steps": STEPS,
+    "per_device_train_batch_size": 2,
+    "save_strategy": "no",
+    "bf16": False,
+    "gradient_checkpointing": False,
+}
+
+
 def tokenizer() -> PreTrainedTokenizerFast:
     """Of the words above."""
     names = ["<pad>", "<s>", "</s>", "<unk>", *WORDS]
@@ -56,9 +63,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, padding_side="left", **special)
 
 
-def text(seed: int, length: int = 6) -> str:
+def text(seed: int) -> str:
     """Words drawn at random."""
-    drawn = torch.randint(len(WORDS), (length,), generator=torch.Generator().manual_seed(seed))
+    drawn = torch.randint(len(WORDS), (6,), generator=torch.Generator().manual_seed(seed))
     return " ".join(WORDS[index] for index in drawn)
 
 
@@ -69,34 +76,12 @@ def rows(**columns: Callable[[int], Any]) -> Dataset:
     )
 
 
-def arguments(kind: Any, config: dict[str, Any], folder: Path, **more: Any) -> Any:
-    """A trainer's arguments."""
-    return kind(
-        output_dir=str(folder),
-        deepspeed=config,
-        max_steps=STEPS,
-        per_device_train_batch_size=2,
-        learning_rate=1e-3,
-        weight_decay=0.01,
-        lr_scheduler_type="constant",
-        save_strategy="no",
-        logging_steps=1,
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        dataloader_pin_memory=False,
-        **more,
-    )
-
-
 def sft(config: dict[str, Any], folder: Path) -> Any:
     """Supervised fine-tuning."""
     from trl import SFTConfig, SFTTrainer
 
     home = saved(folder)
-    args = arguments(SFTConfig, config, folder, max_length=32)
+    args = arguments(SFTConfig, config, folder, **SHORT, max_length=32)
     return SFTTrainer(home, args, train_dataset=rows(text=text), processing_class=tokenizer())
 
 
@@ -120,7 +105,7 @@ def dpo(config: dict[str, Any], folder: Path, **more: Any) -> Any:
     pairs = rows(
         prompt=text, chosen=lambda seed: text(seed + 100), rejected=lambda seed: text(seed + 200)
     )
-    args = arguments(DPOConfig, config, folder, max_length=32)
+    args = arguments(DPOConfig, config, folder, **SHORT, max_length=32)
     return DPOTrainer(
         saved(folder), None, args, train_dataset=pairs, processing_class=tokenizer(), **more
     )
@@ -142,9 +127,8 @@ def grpo(config: dict[str, Any], folder: Path) -> Any:
         return [float(completion.count("red")) for completion in completions]
 
     home = saved(folder)
-    args = arguments(
-        GRPOConfig, config, folder, num_generations=4, max_completion_length=8, beta=0.1
-    )
+    more = {**SHORT, "num_generations": 4, "max_completion_length": 8, "beta": 0.1}
+    args = arguments(GRPOConfig, config, folder, **more)
     return GRPOTrainer(
         home, count_red, args, train_dataset=rows(prompt=text), processing_class=tokenizer()
     )
@@ -160,20 +144,14 @@ def run(
     config = deepspeed_config(block)
     config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     set_seed(0)
-    trainer = client(config, folder)
-    trainer.train()
-    found = {"losses": losses(trainer), "topo": steps_of_engine(trainer.model_wrapped)}
-    trainer.accelerator.free_memory()
-    return found
+    return trained(client(config, folder))
 
 
 def main(client: str, folder: Path) -> None:
     """The three trainings; rank 0 writes their losses."""
     join()
     found = {name: run(CLIENTS[client], folder / name, block) for name, block in BLOCKS.items()}
-    if dist.get_rank() == 0:
-        (folder / f"{client}.json").write_text(json.dumps(found))
-    leave()
+    finish(folder / f"{client}.json", found)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ Started as ``hugging_face.py VERB FOLDER``, which takes the states, the weights 
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from typing import Any
 
 import deepspeed
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 from accelerate.state import AcceleratorState
 from accelerate.utils import DummyOptim
@@ -33,10 +31,9 @@ from transformers import (
 )
 
 import zero_topo
-from tests.e2e.programs.shared import BLOCKS, steps_of_engine
+from tests.e2e.programs.shared import BLOCKS, finish, steps_of_engine
 from zero_topo.config.parts import ROOT
 from zero_topo.examples.data import Corpus
-from zero_topo.leaving import leave
 
 STEPS, SAVED = 20, 10
 CONTEXT = 64
@@ -95,6 +92,23 @@ def windows() -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": tokens, "labels": tokens} for tokens in text.view(-1, CONTEXT)]
 
 
+def arguments(kind: Any, config: dict[str, Any], folder: Path, **more: Any) -> Any:
+    """A trainer's arguments."""
+    return kind(
+        output_dir=str(folder),
+        deepspeed=config,
+        learning_rate=1e-3,
+        weight_decay=0.01,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        dataloader_pin_memory=False,
+        **more,
+    )
+
+
 def train(
     name: str, folder: Path, save_every: int = 0, resume: Path | None = None, lora: int = 0
 ) -> dict[str, Any]:
@@ -108,24 +122,17 @@ def train(
         lora: rank of adapters, which alone are trained then; 0 for none.
 
     Returns:
-        Loss by step, mean over ranks, and how many steps zero_topo took. The engine is gone then.
+        What :func:`trained` does.
     """
     set_seed(0)
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        deepspeed=deepspeed_config(BLOCKS[name]),
+    args = arguments(
+        TrainingArguments,
+        deepspeed_config(BLOCKS[name]),
+        folder,
         max_steps=STEPS,
         per_device_train_batch_size=4,
-        learning_rate=1e-3,
-        weight_decay=0.01,
-        lr_scheduler_type="constant",
         save_strategy="steps" if save_every else "no",
         save_steps=save_every or STEPS,
-        logging_steps=1,
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-        dataloader_pin_memory=False,
     )
     model = llama()
     if lora:
@@ -135,16 +142,17 @@ def train(
         model = get_peft_model(
             model, LoraConfig(r=lora, target_modules=targets, task_type="CAUSAL_LM")
         )
-    trainer = Trainer(model=model, args=arguments, train_dataset=windows())
-    trainer.train(resume_from_checkpoint=str(resume) if resume else None)
-    result = {"losses": losses(trainer), "topo": steps_of_engine(trainer.model_wrapped)}
+    trainer = Trainer(model=model, args=args, train_dataset=windows())
+    return trained(trainer, str(resume) if resume else None)
+
+
+def trained(trainer: Any, resume: str | None = None) -> dict[str, Any]:
+    """Loss by step, mean over ranks, and how many steps zero_topo took. The engine is gone then."""
+    trainer.train(resume_from_checkpoint=resume)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    result = {"losses": losses, "topo": steps_of_engine(trainer.model_wrapped)}
     trainer.accelerator.free_memory()
     return result
-
-
-def losses(trainer: Any) -> list[float]:
-    """Loss by step, mean over ranks."""
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 @dataclass(frozen=True)
@@ -236,10 +244,7 @@ def main(verb: str, folder: Path) -> None:
         "lora": partial(with_trainer, lora=8),
         "accelerate": with_accelerate,
     }
-    found = programs[verb](folder)
-    if dist.get_rank() == 0:
-        (folder / f"{verb}.json").write_text(json.dumps(found))
-    leave()
+    finish(folder / f"{verb}.json", programs[verb](folder))
 
 
 if __name__ == "__main__":

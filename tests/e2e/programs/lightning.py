@@ -9,7 +9,6 @@ Lightning's DeepSpeed strategy asks for CUDA devices; here CPUs answer. All else
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -25,8 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import zero_topo
-from tests.e2e.programs.shared import BLOCKS
-from zero_topo.leaving import leave
+from tests.e2e.programs.shared import BLOCKS, finish
 
 EPOCHS, STEPS, MICRO_BATCHES, BATCH = 2, 10, 2, 4  # steps of an epoch
 
@@ -127,15 +125,13 @@ def main(folder: Path) -> None:
     first, half = fit(BLOCKS["topo"], 1)
     first.save_checkpoint(folder / "checkpoint")
     _, rest = fit(BLOCKS["topo"], EPOCHS, folder / "checkpoint")
-    found: dict[str, Any] = {
+    found = {
         "plain": plain.losses,
         "topo": whole.losses,
         "resumed": half.losses + rest.losses,
+        "sent": sorted({f"{phase} {domain}" for phase, domain in sent}),
     }
-    found["sent"] = sorted({f"{phase} {domain}" for phase, domain in sent})
-    if dist.get_rank() == 0:
-        (folder / "lightning.json").write_text(json.dumps(found))
-    leave()
+    finish(folder / "lightning.json", found)
 
 
 if __name__ == "__main__":
