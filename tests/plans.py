@@ -18,6 +18,7 @@ BLOCK = 64
 """Values that share a scale in the tests of ranks, whose parameters are small."""
 
 TREE = Topology("tree", nodes=2, gpus_per_node=2, ranks_per_gpu=2)
+FRONTIER = Topology("frontier", nodes=48, gpus_per_node=4, ranks_per_gpu=2)
 NEOX = Transformer("gpt-neox-20b", 44, 6144, 64, 50432, 2048, 4 * 6144)
 GPT2 = Transformer("gpt2", 12, 768, 12, 50257, 1024, 3072, tied=True, positions=1024)
 

@@ -12,16 +12,13 @@ from zero_topo.cli import main
 
 
 @pytest.fixture
-def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hides the variables of the job that the tests may run in."""
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs a command line outside of any launcher's job, such as that of the tests, and returns
+    (status, stdout, stderr).
+    """
     for name in list(os.environ):
         if name.startswith(LAUNCHER_PREFIXES):
             monkeypatch.delenv(name)
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], no_job: None) -> Run:
-    """Runs a command line outside of any launcher's job and returns (status, stdout, stderr)."""
 
     def call(*words: str) -> tuple[int, str, str]:
         status = main(words)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.plans import GPT2, NEOX, resolve
+from tests.plans import FRONTIER, GPT2, NEOX, resolve
 from zero_topo.cost.job import Job, deepspeed_settings
 from zero_topo.cost.memory import (
     activation_bytes,
@@ -22,8 +22,6 @@ from zero_topo.cost.tensor import part_of
 from zero_topo.cost.transformer import Transformer
 from zero_topo.cost.volume import Workload
 from zero_topo.topology.model import Topology
-
-FRONTIER = Topology("frontier", nodes=48, gpus_per_node=4, ranks_per_gpu=2)
 
 
 def test_a_loss_scaler_makes_quantized_sync_keep_a_residual() -> None:

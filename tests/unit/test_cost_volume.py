@@ -12,7 +12,7 @@ from typing import Any, Literal
 import pytest
 
 from tests.launching import ROOT
-from tests.plans import resolve
+from tests.plans import FRONTIER, resolve
 from zero_topo.config.sparse_config import SparseSync
 from zero_topo.config.sync_config import SyncSettings
 from zero_topo.cost.memory import memory_bytes
@@ -23,9 +23,6 @@ from zero_topo.cost.volume import (
     step_bytes,
 )
 from zero_topo.quant.spec import BlockSpec
-from zero_topo.topology.model import Topology
-
-FRONTIER = Topology("frontier", nodes=48, gpus_per_node=4, ranks_per_gpu=2)
 
 
 def test_the_expected_bytes_of_changes() -> None:

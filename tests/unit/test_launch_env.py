@@ -17,6 +17,7 @@ from tests.launching import ROOT, ended
 from tests.steps import deal, step, task
 from zero_topo.launch.env import PORT, first_host, rank_environment
 
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 SIZES = st.integers(1, 6)
 SAMPLES = ROOT / "tests/data/launchers"
 
@@ -44,8 +45,7 @@ def test_each_launchers_numbers_are_read(name: str) -> None:
     """Of launchers inside launchers, those of the closest; a second worker changes nothing."""
     env = {"MASTER_ADDR": "head"} | sample(name)
     added = rank_environment(env)
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    found = [added.get(name) for name in names]
+    found = [added.get(name) for name in NAMES]
     assert found == [None if number is None else str(number) for number in RANKS[name]]
     assert added["MASTER_ADDR"] == env["MASTER_ADDR"]
     assert rank_environment(env | added) == added
@@ -79,7 +79,7 @@ def test_the_first_of_slurms_hosts(hosts: str, first: str) -> None:
 STEP = tasks(2, 4, None)[5]
 
 
-@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"])
+@pytest.mark.parametrize("name", NAMES)
 def test_what_all_tasks_inherit_counts_less_than_slurm(name: str) -> None:
     """Whatever the batch script exports."""
     for env in tasks(2, 4, 1):

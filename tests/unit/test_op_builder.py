@@ -73,6 +73,11 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Toy:
     return Toy(tmp_path / "toy.c")
 
 
+def torch_for_amd(monkeypatch: pytest.MonkeyPatch, rocm: bool) -> None:
+    """Torch is built for GPUs of AMD, or not."""
+    monkeypatch.setattr(GPUBuilder, "is_rocm_pytorch", staticmethod(lambda: rocm))
+
+
 def leave(library: Path) -> None:
     """A library of nothing, as a build leaves it."""
     library.parent.mkdir(parents=True)
@@ -299,7 +304,7 @@ def csrc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("zero_topo.op_builder.builder.source_dir", lambda: copy)
     monkeypatch.setattr(cpp_extension, "IS_HIP_EXTENSION", True)
     monkeypatch.setattr(cpp_extension, "ROCM_HOME", "/opt/rocm")
-    monkeypatch.setattr(GPUBuilder, "is_rocm_pytorch", staticmethod(lambda: True))
+    torch_for_amd(monkeypatch, True)
     monkeypatch.setattr(cpp_extension, "_write_ninja_file_and_build_library", lambda **given: None)
     monkeypatch.setattr(cpp_extension, "_import_module_from_library", lambda *given: None)
     monkeypatch.setattr(cpp_extension, "library_paths", lambda **given: [])
@@ -368,7 +373,7 @@ def test_a_gpu_compiles_for_itself_unless_a_module_for_it_was_built(
     is soonest, whatever a container lists. What is too old for the kernels is left out.
     """
     rocm = gpus.startswith("gfx")
-    monkeypatch.setattr(GPUBuilder, "is_rocm_pytorch", staticmethod(lambda: rocm))
+    torch_for_amd(monkeypatch, rocm)
     monkeypatch.setenv("PYTORCH_ROCM_ARCH" if rocm else "TORCH_CUDA_ARCH_LIST", listed)
     seeing(monkeypatch, None)
     login = GPUBuilder().recipe()
@@ -393,7 +398,7 @@ def test_architectures_reach_torch_and_the_key(
     Torch gets them in its variable, for without it torch 2.6 fails where there is no GPU to look
     at.
     """
-    monkeypatch.setattr(GPUBuilder, "is_rocm_pytorch", staticmethod(lambda: False))
+    torch_for_amd(monkeypatch, False)
     seen, found = [], set()
     monkeypatch.setattr(
         cpp_extension, "load", lambda **given: seen.append(os.environ["TORCH_CUDA_ARCH_LIST"])
@@ -442,9 +447,9 @@ def test_build_compiles_for_those_that_come(
 
 def test_gpu_flags_keep_ieee_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     """No fast math, no contraction, no flushing, whatever the vendor."""
-    monkeypatch.setattr(GPUBuilder, "is_rocm_pytorch", staticmethod(lambda: False))
+    torch_for_amd(monkeypatch, False)
     assert {"-fmad=false", "-ftz=false", "-prec-div=true"} <= set(GPUBuilder().nvcc_args())
-    monkeypatch.setattr(GPUBuilder, "is_rocm_pytorch", staticmethod(lambda: True))
+    torch_for_amd(monkeypatch, True)
     assert "-ffp-contract=off" in GPUBuilder().nvcc_args()
 
 

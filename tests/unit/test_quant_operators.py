@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.kernels import golden, golden_codes
 from tests.kernels.operators import Operators
 from zero_topo.quant import operators, ops, reference
-from zero_topo.quant.operands import Codes, Masters, view_of
+from zero_topo.quant.operands import Codes, Masters
 from zero_topo.quant.operators import OPS, BackendUnavailable, Serve
 from zero_topo.quant.spec import BlockSpec, Cast
 
@@ -152,12 +152,6 @@ def test_torch_operations_serve_intel_tiles(caplog: pytest.LogCaptureFixture) ->
         ValueError, match=r"ZERO_TOPO_QUANT=triton cannot serve xpu: .* never run on xpu; unset it"
     ):
         operators.select(torch.device("xpu"), env={"ZERO_TOPO_QUANT": "triton"})
-
-
-def test_a_tensor_that_is_no_view_is_refused() -> None:
-    """Its strides cannot be said in rows and columns."""
-    with pytest.raises(ValueError, match="make it contiguous"):
-        view_of(torch.arange(24.0).view(2, 3, 4).permute(2, 1, 0))
 
 
 def test_tensors_of_two_devices_are_refused() -> None:

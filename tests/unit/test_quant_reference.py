@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from zero_topo.quant import ops
-from zero_topo.quant.operands import FLOATS, View
+from zero_topo.quant.operands import FLOATS, View, view_of
 from zero_topo.quant.spec import NF4, NF4_LEVELS, BlockSpec
 
 EVEN = [BlockSpec(f"int{bits}", size) for bits in (8, 4) for size in (64, 256)]
@@ -112,5 +112,7 @@ def test_wrong_arguments_are_refused_with_the_sizes() -> None:
         ops.dequantize_reduce(torch.empty(0, 384, dtype=torch.uint8), spec, torch.empty(3))
     with pytest.raises(ValueError, match="are not a view"):
         View(torch.ones(10), 2, 5, 4)
+    with pytest.raises(ValueError, match="make it contiguous"):  # no rows and columns
+        view_of(torch.arange(24.0).view(2, 3, 4).permute(2, 1, 0))
     with pytest.raises(ValueError, match="adjacent"):
         View(torch.ones(10, 2)[:, 0], 1, 10, 10)

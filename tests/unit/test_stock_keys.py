@@ -22,9 +22,9 @@ ZEROPP = {
 }
 
 
-def stock(block: Any = None, **zero: Any) -> dict[str, Any]:
-    """A config of stage 3 with stock keys, and a block unless that is None."""
-    return {ZERO: {"stage": 3, **zero}, **({} if block is None else {"zero_topo": block})}
+def stock(block: Any, **zero: Any) -> dict[str, Any]:
+    """A config of stage 3 with stock keys, and a block."""
+    return {ZERO: {"stage": 3, **zero}, "zero_topo": block}
 
 
 TRANSLATED = json.loads((ROOT / "tests/data/stock_keys.json").read_text())

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import pytest
 
+from tests.steps import shape
 from zero_topo.config import tensor_parallel_groups
 from zero_topo.topology.groups import Groups, groups_from
-from zero_topo.topology.presets import emulated
+from zero_topo.topology.model import Topology
 
 
 def test_groups_are_found_from_the_lowest_rank_of_each() -> None:
@@ -16,12 +17,9 @@ def test_groups_are_found_from_the_lowest_rank_of_each() -> None:
 
 def test_each_group_has_its_own_order_on_the_machine() -> None:
     """Neighbours share a layer; the second half of the ranks is placed the other way round."""
-    machine = emulated(2, 2, 2)
-    turned = (0, 1, 2, 3, 4, 7, 6, 5)
-    groups = Groups(type(machine)("turned", 2, 2, 2, order=turned), ((0, 2, 4, 6), (1, 3, 5, 7)))
-    assert [(tree.nodes, tree.gpus_per_node, tree.ranks_per_gpu) for tree in groups.trees] == [
-        (2, 2, 1)
-    ] * 2
+    machine = Topology("turned", 2, 2, 2, order=(0, 1, 2, 3, 4, 7, 6, 5))
+    groups = Groups(machine, ((0, 2, 4, 6), (1, 3, 5, 7)))
+    assert [shape(tree) for tree in groups.trees] == [(2, 2, 1)] * 2
     assert [tree.order for tree in groups.trees] == [None, (0, 1, 3, 2)]
     assert groups.ranks(5) == (1, 3, 5, 7)
     assert groups.tree(5) is groups.trees[1]
