@@ -339,15 +339,6 @@ def autocast_of_the_config(zero_topo: Block) -> Result:
 # -- optimizers and precisions ---------------------------------------------------------------------
 
 
-def matrices_and_vectors(model: nn.Module) -> list[dict[str, Any]]:
-    """Two groups with a learning rate and a weight decay of their own."""
-    params = list(model.parameters())
-    return [
-        {"params": [p for p in params if p.dim() > 1], "lr": 1e-2, "weight_decay": 0.3},
-        {"params": [p for p in params if p.dim() <= 1], "lr": 3e-3, "weight_decay": 0.0},
-    ]
-
-
 def clients() -> Job:
     """Optimizer and scheduler are objects of the caller's."""
 
@@ -531,7 +522,7 @@ UNDISTURBED = "`zero.Init`"
 FEATURES: dict[str, Feature] = {
     "parameter groups, a scheduler": of(
         lambda: small(
-            groups=matrices_and_vectors,
+            groups=checkpoints.groups,
             ds={"scheduler": {"type": "WarmupLR", "params": WARMUP}},
         ),
         unlike=UNDISTURBED,
@@ -541,7 +532,7 @@ FEATURES: dict[str, Feature] = {
     # the optimizer steps through slices of the shard, one after the other; and with everything on
     # one stream
     "sub-groups, no overlap": of(
-        lambda: small(groups=matrices_and_vectors, ds=zero(sub_group_size=20, overlap_comm=False))
+        lambda: small(groups=checkpoints.groups, ds=zero(sub_group_size=20, overlap_comm=False))
     ),
     # a whole module, a bias only, a weight only
     "frozen parameters": of_model(partly_frozen),

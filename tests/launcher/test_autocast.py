@@ -75,17 +75,17 @@ def listed(norms: bool) -> dict[str, Any]:
     return {"lower_precision_safe_modules": LOWER} if norms else {}
 
 
-CASES = [
-    core("topo", "bfloat16", 0, True),
-    ("topo", "bfloat16", 30, False),
-    ("weights everywhere", "bfloat16", 0, False),
-    ("captured secondary", "bfloat16", 0, True),
-    ("hsdp", "bfloat16", 0, False),
-    ("topo", "float16", 0, False),
-]
-
-
-@pytest.mark.parametrize(("name", "dtype", "kept", "norms"), CASES)
+@pytest.mark.parametrize(
+    ("name", "dtype", "kept", "norms"),
+    [
+        core("topo", "bfloat16", 0, True),
+        ("topo", "bfloat16", 30, False),
+        ("weights everywhere", "bfloat16", 0, False),
+        ("captured secondary", "bfloat16", 0, True),
+        ("hsdp", "bfloat16", 0, False),
+        ("topo", "float16", 0, False),
+    ],
+)
 def test_it_trains_as_under_stock(name: str, dtype: str, kept: int, norms: bool) -> None:
     """The first loss is stock's, with weights rounded as it rounds them; it sums gradients in the
     lower dtype.

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from torch import Tensor
 
 from tests.launcher.checkpoints import (
     SAVED_AT,
@@ -186,20 +185,17 @@ def test_exports_hold_the_weights_and_masters(dtype: str, shared_path: Path) -> 
         advance(run, engine, 0, SAVED_AT)
         engine.save_checkpoint(str(shared_path))
         assert engine.save_16bit_model(str(shared_path))
-        gathered, masters = weights(engine), full_masters(engine)
+        gathered = weights(engine)
+        masters = dict(gathered)  # of a frozen parameter, which has none, the weight itself
+        for name, param in engine.module.named_parameters():
+            if param.requires_grad:
+                masters[name] = safe_get_full_fp32_param(param).clone()
         assert {n: p.shape for n, p in masters.items()} == {n: p.shape for n, p in gathered.items()}
     converted = get_fp32_state_dict_from_zero_checkpoint(str(shared_path))
     assert_same_bits(converted, masters)
     half = torch.load(shared_path / "pytorch_model.bin")
     assert {tensor.dtype for tensor in half.values()} == {DTYPES[dtype]}
     assert_same_bits(half, gathered)
-
-
-def full_masters(engine: Any) -> dict[str, Tensor]:
-    """Whole FP32 masters by name; of a frozen parameter, which has none, the weight itself."""
-    whole = weights(engine)
-    trained = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
-    return {**whole, **{name: safe_get_full_fp32_param(p).clone() for name, p in trained.items()}}
 
 
 FULL_AT = 1000  # bytes of a file

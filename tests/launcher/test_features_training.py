@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from tests.device import DEVICE
 from tests.launcher import training
-from tests.launcher.features import matrices_and_vectors, weights_are_masters, with_states, zero
+from tests.launcher.checkpoints import groups
+from tests.launcher.features import weights_are_masters, with_states, zero
 from tests.launcher.models import SMALL
 from tests.launcher.training import (
     Job,
@@ -60,7 +61,7 @@ def test_a_publish_goes_on_after_the_step(overlap: bool) -> None:
         seen.append((len(left) > 0, sum(map(len, left)) + len(kept)))
 
     few = zero(stage3_param_persistence_threshold=20, sub_group_size=20)
-    job = Job(model=SMALL, steps=2, ds=few, groups=matrices_and_vectors, after_step=after)
+    job = Job(model=SMALL, steps=2, ds=few, groups=groups, after_step=after)
     run(job.under(block("topo", overlap=overlap, debug_checks=False)))
     assert seen == [(True, len(list(SMALL().parameters())))] * 2
 
@@ -97,18 +98,15 @@ def test_a_weight_read_outside_its_module_has_the_same_value_each_time(scheme: s
     assert torch.equal(losses[0], losses[1]) and torch.equal(losses[0], losses[2])
 
 
-def owned(kind: str, zero_topo: dict[str, Any] | None) -> Iterator[nn.Module]:
-    """A model of an engine, of one without an optimizer, or of none; taken apart at the end."""
-    job = Job(zero_topo=zero_topo, zero_init=True)
+def owned(kind: str, until: ExitStack) -> nn.Module:
+    """A model of an engine, of one without an optimizer, or of none."""
+    job = Job(zero_topo=block("topo", quantize={}), zero_init=True)
     if kind == "init":
         with deepspeed.zero.Init(config_dict_or_path=ds_config(job)):
-            model = Net()
-        yield model
-        return
-    with running(
-        job, training.start if kind == "trained" else training.without_optimizer
-    ) as engine:
-        yield engine
+            return Net()
+    begin = training.start if kind == "trained" else training.without_optimizer
+    engine: nn.Module = until.enter_context(running(job, begin))
+    return engine
 
 
 @pytest.mark.parametrize(
@@ -119,29 +117,25 @@ def test_an_edit_of_parameters_of_two_models_reaches_both(kinds: tuple[str, str]
     """DeepSpeed calls the methods of the first parameter for all, whichever model was built
     first.
     """
-    zero_topo = block("topo", quantize={})
-    models = [owned(kind, zero_topo) for kind in kinds]
-    both = [next(model) for model in models]
-    params: list[Any] = [param for model in both for param in model.parameters()]
-    with deepspeed.zero.GatheredParameters(params, modifier_rank=0):
-        for param in params:
-            param.data.fill_(0.5 if dist.get_rank() == 0 else -1.0)
-    x = torch.full((4, 11), 0.1, device=DEVICE)
-    torch.manual_seed(0)
-    expected = Net().to(DEVICE)
-    for param in expected.parameters():
-        param.data.fill_(0.5)
-    for kind, model in zip(kinds, both, strict=True):
-        if kind != "init":
-            with torch.no_grad():
-                torch.testing.assert_close(model(x), expected(x))
-    # As a coordinator of either model gathers what its modules use
-    for group in (params, params[::-1]):
-        group[0].all_gather_coalesced(group).wait()
-        assert all(p.sub(0.5).abs().max() < 1e-2 for p in params)
-        group[0].partition(group)
-    for ends in models:
-        next(ends, None)
+    with ExitStack() as until:
+        both = [owned(kind, until) for kind in kinds]
+        params: list[Any] = [param for model in both for param in model.parameters()]
+        with deepspeed.zero.GatheredParameters(params, modifier_rank=0):
+            for param in params:
+                param.data.fill_(0.5 if dist.get_rank() == 0 else -1.0)
+        x = torch.full((4, 11), 0.1, device=DEVICE)
+        expected = Net().to(DEVICE)
+        for param in expected.parameters():
+            param.data.fill_(0.5)
+        for kind, model in zip(kinds, both, strict=True):
+            if kind != "init":
+                with torch.no_grad():
+                    torch.testing.assert_close(model(x), expected(x))
+        # As a coordinator of either model gathers what its modules use
+        for group in (params, params[::-1]):
+            group[0].all_gather_coalesced(group).wait()
+            assert all(p.sub(0.5).abs().max() < 1e-2 for p in params)
+            group[0].partition(group)
 
 
 def test_an_engine_without_an_optimizer_may_hold_its_parameters_on_the_host() -> None:

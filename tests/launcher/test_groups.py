@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -10,11 +11,20 @@ from typing import Any
 
 import deepspeed
 import pytest
-import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.launcher.training import Job, Net, advance, assert_equal, block, ds_config, run, running
+from tests.launcher.training import (
+    Job,
+    Net,
+    advance,
+    assert_equal,
+    block,
+    ds_config,
+    run,
+    running,
+    train,
+)
 from tests.marks import core
 
 
@@ -77,13 +87,10 @@ def test_a_model_in_a_smaller_group_is_refused(name: str) -> None:
 def test_a_group_of_all_ranks_trains() -> None:
     """As the world itself does."""
     job = Job(steps=2, zero_topo=block("topo"))
-    config = ds_config(job)
-    whole = dist.new_group()
-    losses = []
-    for group in (whole, None):
-        torch.manual_seed(0)
-        with deepspeed.zero.Init(config_dict_or_path=config, data_parallel_group=group):
-            model = Net()
-        with running(job, lambda _: deepspeed.initialize(model=model, config=config)[0]) as engine:  # noqa: B023
-            losses.append(advance(job, engine, 0, job.steps))
-    assert losses[0] == losses[1]
+
+    def in_a_group() -> Net:
+        group = dist.new_group()
+        with deepspeed.zero.Init(config_dict_or_path=ds_config(job), data_parallel_group=group):
+            return Net()
+
+    assert train(replace(job, model=in_a_group)) == train(replace(job, zero_init=True))

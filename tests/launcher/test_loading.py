@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -39,12 +39,11 @@ Harm = Callable[[Path], object]
 
 def unequal(model: nn.Module) -> list[dict[str, Any]]:
     """Three parameter groups, of other learning rates and decays."""
-    parts: list[list[nn.Parameter]] = [[], [], []]
-    for index, param in enumerate(p for p in model.parameters() if p.requires_grad):
-        parts[index % 3].append(param)
-    settings = zip(parts, (1e-2, 3e-2, 5e-3), (0.1, 0.0, 0.3), strict=True)
+    params = list(model.parameters())
+    settings = enumerate(((1e-2, 0.1), (3e-2, 0.0), (5e-3, 0.3)))
     return [
-        {"params": params, "lr": rate, "weight_decay": decay} for params, rate, decay in settings
+        {"params": params[index::3], "lr": rate, "weight_decay": decay}
+        for index, (rate, decay) in settings
     ]
 
 
@@ -57,11 +56,8 @@ del RUNS[UNIVERSAL].ds["scheduler"]  # groups keep their own rates
 RUNS[UNIVERSAL].ds["checkpoint"] = {"load_universal": True}
 
 
-class Trained(NamedTuple):
-    """A run that was saved, and an engine that has come as far as the save."""
-
-    saved: Saved
-    engine: Any
+Trained = tuple[Saved, Any]
+"""A run that was saved, and an engine that has come as far as the save."""
 
 
 @pytest.fixture(scope="module")
@@ -74,13 +70,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
             saved = save(RUNS[name], common_directory(tmp_path_factory.mktemp(name)))
             if name == UNIVERSAL:
                 converted(saved.path)
-            made[name] = Trained(saved, start(saved.job))
-            advance(saved.job, made[name].engine, 0, SAVED_AT)
+            engine = start(saved.job)
+            advance(saved.job, engine, 0, SAVED_AT)
+            made[name] = saved, engine
         return made[name]
 
     yield get
-    for one in made.values():
-        close(one.engine)
+    for _, engine in made.values():
+        close(engine)
 
 
 def converted(path: Path) -> None:

@@ -145,31 +145,24 @@ def test_an_engine_next_to_the_training_engine_of_a_module(
     assert not any(hasattr(param, "zero_topo_calls") for param in module.parameters())
 
 
-@pytest.mark.parametrize("destroyed", [0, 1])
-def test_engines_without_optimizer_share_a_module(destroyed: int) -> None:
-    """Either may be destroyed first; the other gathers by its plan."""
-    job = Job(Net, TOPO, ds=NO_PREFETCH)
+@pytest.mark.parametrize(("trains", "destroyed"), [(False, 0), (False, 1), (True, 0)])
+def test_an_engine_without_optimizer_outlives_another_of_its_module(
+    trains: bool, destroyed: int
+) -> None:
+    """An older one, which may have trained, or a newer one: it gathers by its plan what they
+    were.
+    """
+    job = Job(steps=2, zero_topo=TOPO, ds=NO_PREFETCH)
     module = job.model()
-    pair = [alongside(module, job), alongside(module, job)]
-    expected = outputs(pair[0])
+    first = start(replace(job, model=lambda: module)) if trains else alongside(module, job)
+    pair = [first, alongside(module, job)]
+    if trains:
+        advance(job, first, 0, job.steps)
+    expected = outputs(first)
     close(pair.pop(destroyed))
     assert on_plan(pair[0])
     assert torch.equal(outputs(pair[0]), expected)
     close(pair[0])
-
-
-def test_the_training_engine_of_a_module_is_destroyed_before_a_newer_one_without_optimizer() -> (
-    None
-):
-    """Which then reads the weights as they were trained."""
-    job = Job(Net, TOPO, steps=2, ds=NO_PREFETCH)
-    with running(job) as engine:
-        module = engine.module
-        second = alongside(module, job)
-        advance(job, engine, 0, job.steps)
-        expected = outputs(engine)
-    assert torch.equal(outputs(second), expected)
-    close(second)
 
 
 @pytest.mark.core

@@ -9,7 +9,6 @@ has.
 from __future__ import annotations
 
 import csv
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ import torch.distributed as dist
 import zero_topo
 from tests.launcher.training import Job, advance, block, largest_difference, running, train
 from tests.marks import core
+from zero_topo.cost import by_domain
 from zero_topo.observe.runlog import read_metrics, read_report
 from zero_topo.observe.tables import render
 from zero_topo.units import format_count
@@ -34,17 +34,14 @@ def table(folder: Path, name: str) -> tuple[list[int], list[float]]:
 
 def test_monitors_get_bytes_times_and_densities_of_each_step(rank: int, shared_path: Path) -> None:
     """Rank 0's meter by domain, on the axis of the learning rate that DeepSpeed logs."""
-    metered: list[Counter[str]] = []
+    metered: list[dict[str, int]] = []
     csv_monitor = {"enabled": True, "output_path": str(shared_path), "job_name": "job"}
     ds = {"csv_monitor": csv_monitor, "steps_per_print": 2}
     job = Job(zero_topo=block("topo", sync=RADIUS), micro_batches=MICRO_BATCHES, ds=ds)
     with running(job) as engine:
         for step in range(STEPS):
             advance(job, engine, step, step + 1)
-            sent: Counter[str] = Counter()
-            for (_, domain), nbytes in engine.optimizer.topo.meter.last_step.items():
-                sent[domain] += nbytes
-            metered.append(sent)
+            metered.append(by_domain(engine.optimizer.topo.meter.last_step))
     dist.barrier()
     if rank == 0:
         axis, _ = table(shared_path, "Train_Samples_lr")

@@ -293,9 +293,7 @@ def assert_equal(mine: Result, expected: Result, tolerance: float = 1e-5) -> Non
     """Losses, weights and what was seen, each within ``tolerance`` of the expected (relative where
     that is above 1).
     """
-    torch.testing.assert_close(mine.losses, expected.losses, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(mine.weights, expected.weights, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(mine.seen, expected.seen, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(vars(mine), vars(expected), rtol=tolerance, atol=tolerance)
 
 
 def in_plain_torch(job: Job, forward: Callable[[nn.Module, Tensor, int, int], Tensor]) -> Result:
