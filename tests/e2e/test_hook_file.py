@@ -30,46 +30,40 @@ print("hooked" if getattr(DeepSpeedEngine, "_zero_topo_hook", False) else "stock
 """
 
 
-class Environment:
-    """A virtual environment that sees this one's packages and zero_topo."""
-
-    def __init__(self, folder: Path) -> None:
-        venv.create(folder / "venv", symlinks=True)
-        self.folder = folder
-        self.python = folder / "venv/bin/python"
-        self.packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder / "venv")}))
-        paths = (sysconfig.get_path("purelib"), str(ROOT))
-        (self.packages / "paths.pth").write_text("\n".join(paths) + "\n")
-
-    def run(self, *words: str) -> str:
-        """Output of its Python, which must not complain about a .pth file."""
-        env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-        env["PYTHONDONTWRITEBYTECODE"] = "1"
-        command = [str(self.python), *words]
-        done = ended(command, cwd=self.folder, env=env, timeout=300)
-        assert done.returncode == 0 and "Error processing line" not in done.stderr, done.stderr
-        return done.stdout.strip()
-
-
 @pytest.fixture
-def environment(tmp_path: Path) -> Environment:
-    """One with zero_topo on its path."""
-    return Environment(tmp_path)
+def packages(tmp_path: Path) -> Path:
+    """Those of a virtual environment that sees this one's packages and zero_topo."""
+    venv.create(tmp_path / "venv", symlinks=True)
+    folder = Path(sysconfig.get_path("purelib", vars={"base": str(tmp_path / "venv")}))
+    (folder / "paths.pth").write_text(f"{sysconfig.get_path('purelib')}\n{ROOT}\n")
+    return folder
 
 
-def test_a_line_in_site_packages_hooks_any_program(environment: Environment) -> None:
+def printed(packages: Path, code: str) -> str:
+    """What code prints in the Python of the environment, which must not complain about a .pth
+    file.
+    """
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    env["PYTHONDONTWRITEBYTECODE"] = "1"
+    python = packages.parents[2] / "bin/python"
+    done = ended([python, "-c", code], cwd=packages, env=env, timeout=300)
+    assert done.returncode == 0 and "Error processing line" not in done.stderr, done.stderr
+    return done.stdout.strip()
+
+
+def test_a_line_in_site_packages_hooks_any_program(packages: Path) -> None:
     """The line of docs/launch.md. The program imports DeepSpeed and nothing of zero_topo."""
-    assert environment.run("-c", HOOKED).splitlines()[-1] == "stock"
-    (environment.packages / "zero_topo.pth").write_text("import zero_topo\n")
-    assert environment.run("-c", HOOKED).splitlines()[-1] == "hooked"
+    assert printed(packages, HOOKED).splitlines()[-1] == "stock"
+    (packages / "zero_topo.pth").write_text("import zero_topo\n")
+    assert printed(packages, HOOKED).splitlines()[-1] == "hooked"
 
 
-def test_a_checkout_on_the_path_has_its_kernels(environment: Environment) -> None:
+def test_a_checkout_on_the_path_has_its_kernels(packages: Path) -> None:
     """As in GPT-NeoX jobs: nothing is installed, and the kernels' builder stands next to the
     package.
     """
-    said = environment.run("-c", "from zero_topo.op_builder import jit; print(jit.__file__)")
-    assert said == str(ROOT / "op_builder/jit.py")
+    code = "from zero_topo.op_builder import jit; print(jit.__file__)"
+    assert printed(packages, code) == str(ROOT / "op_builder/jit.py")
 
 
 @pytest.mark.parametrize("value", ["/shared/block.json", '{"scheme": "topo"}'])

@@ -84,32 +84,28 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config(data: Path, block: dict[str, Any], **more: Any) -> dict[str, Any]:
     """Two layers of 64, byte level, without dropout."""
     zero = {"stage": 3, "overlap_comm": False, "stage3_param_persistence_threshold": 0}
-    sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
-    sizes |= {"seq_length": 64, "max_position_embeddings": 64, "train_micro_batch_size_per_gpu": 2}
-    schedule: dict[str, Any] = {
+    return {
+        "num_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "seq_length": 64,
+        "max_position_embeddings": 64,
+        "train_micro_batch_size_per_gpu": 2,
         "train_iters": STEPS,
         "lr_decay_iters": STEPS,
         "warmup": 0.1,
         "min_lr": 0.0003,
         "log_interval": 1,
-    }
-    schedule |= {
         "eval_interval": 1000,
         "eval_iters": 1,
         "lr_decay_style": "cosine",
         "checkpoint_factor": SAVED_AT,
-    }
-    text: dict[str, Any] = {
         "tokenizer_type": "CharLevelTokenizer",
         "vocab_file": "none",
         "data_impl": "mmap",
         "num_workers": 0,
-    }
-    text |= {"data_path": f"{data}/data_text_document", "split": "90,5,5"}
-    return {
-        **sizes,
-        **schedule,
-        **text,
+        "data_path": f"{data}/data_text_document",
+        "split": "90,5,5",
         "master_port": free_port(),
         "pipe_parallel_size": 0,
         "pos_emb": "rotary",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,16 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "preset": (topo(topology="fronteer"), "fronteer"),
 }
-ARGUMENTS = {"mpu": "mpu", "mesh_param": "mesh_param", "remote_device": "remote_device"}
+ARGUMENTS = ("mpu", "mesh_param", "remote_device")
+ODD = {
+    "block": ("rank 1 of host ", 'zero_topo.accumulation_dtype "bf16" in place of "fp32"'),
+    "model": (
+        "rank 1 of host ",
+        'model.bias ["torch.float32", true, 5] in place of ["torch.float32", true, 4]',
+    ),
+    "machine": ("weights degree 3 does not divide the world of 2 ranks",),
+    "hosts": ("topology 'custom' has ",),
+}
 
 
 @pytest.fixture(scope="module")
@@ -67,23 +77,18 @@ def test_a_config_is_refused_in_one_line_everywhere(name: str, refused: Refused)
     """Whichever call gets the config and in whichever form, on whichever rank: one line, and no
     process group yet.
     """
-    _, what = CASES[name]
-    ways = {
-        (rank, way): said
-        for rank, ways in enumerate(refused[1])
-        for way, said in ways[name].items()
-    }
-    assert len(ways) == 6 * RANKS
-    assert_refused(list(ways.values()), what)
+    said = [*chain.from_iterable(ways[name].values() for ways in refused[1])]
+    assert len(said) == 6 * RANKS
+    assert_refused(said, CASES[name][1])
 
 
-def assert_refused(said: list[dict[str, Any]], *words: str) -> None:
-    """Everywhere the same ValueError, in one line with these words, and there is no process group
-    yet.
+def assert_refused(said: list[dict[str, Any]], *words: str, group: bool = False) -> None:
+    """Everywhere the same ValueError, in one line with these words; whether there is a process
+    group by then.
     """
     first = said[0]
     assert [other for other in said if other != first] == []
-    assert (first["type"], first["group"]) == ("ValueError", False), first
+    assert (first["type"], first["group"]) == ("ValueError", group), first
     assert "\n" not in first["text"] and all(word in first["text"] for word in words)
 
 
@@ -92,7 +97,7 @@ def test_an_argument_is_refused_in_one_line_everywhere(name: str, refused: Refus
     """What contradicts zero_topo in a call's arguments rather than in the JSON is refused as
     early.
     """
-    assert_refused([ways["arguments"][name] for ways in refused[1]], ARGUMENTS[name])
+    assert_refused([ways["arguments"][name] for ways in refused[1]], name)
 
 
 def test_an_engine_without_a_block_is_stocks_own(refused: Refused) -> None:
@@ -101,41 +106,16 @@ def test_an_engine_without_a_block_is_stocks_own(refused: Refused) -> None:
     assert [ways["without_block"] for ways in refused[1]] == [stock] * RANKS
 
 
-ODD = {
-    "block": 'zero_topo.accumulation_dtype "bf16" in place of "fp32"',
-    "model": 'model.bias ["torch.float32", true, 5] in place of ["torch.float32", true, 4]',
-}
-
-
 @pytest.mark.parametrize("name", ODD)
-def test_ranks_that_differ_get_the_same_error(name: str, refused: Refused) -> None:
-    """A rank with another config or model is named on every rank; none waits for it.
+def test_what_only_the_ranks_together_find_ends_each_with_one_line(
+    name: str, refused: Refused
+) -> None:
+    """A rank with another config or model is named on every rank, and none waits for it; a plan
+    that does not fit the machine that they found, and a machine that they did not find.
 
     All else that ranks agree on is in ``tests/ranks/test_agreement.py``.
     """
-    said = [ways["odd"][name] for ways in refused[1]]
-    assert said == [said[0]] * RANKS
-    assert said[0]["type"] == "ValueError"
-    assert "rank 1 of host " in said[0]["text"]
-    assert ODD[name] in said[0]["text"]
-    assert "\n" not in said[0]["text"]
-
-
-@pytest.mark.parametrize(
-    ("name", "part"),
-    [
-        ("machine", "weights degree 3 does not divide the world of 2 ranks"),
-        ("hosts", "topology 'custom' has "),
-    ],
-)
-def test_what_only_the_ranks_together_find_ends_each_with_one_line(
-    name: str, part: str, refused: Refused
-) -> None:
-    """A plan that does not fit the machine that they found, and one that they did not."""
-    said = [ways["odd"][name] for ways in refused[1]]
-    assert said == [said[0]] * RANKS
-    assert said[0]["type"] == "ValueError" and said[0]["group"]
-    assert part in said[0]["text"] and "\n" not in said[0]["text"]
+    assert_refused([ways["odd"][name] for ways in refused[1]], *ODD[name], group=True)
 
 
 def test_ranks_may_log_and_measure_differently(refused: Refused) -> None:

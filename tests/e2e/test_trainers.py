@@ -36,34 +36,22 @@ def outcome(command: list[str], folder: Path) -> dict[str, Any]:
 
 
 @hugging_face
-@pytest.mark.parametrize(("verb", "learned"), [("trainer", 1.0), ("lora", 0.2)])
+@pytest.mark.parametrize(
+    ("verb", "learned"), [("trainer", 1.0), ("lora", 0.2), ("accelerate", 1.0)]
+)
 def test_the_trainer_trains_as_under_stock_zero3(verb: str, learned: float, tmp_path: Path) -> None:
     """A checkpoint of the tenth step resumes with the losses that followed it; also of PEFT's
-    adapters alone.
+    adapters alone, and of Accelerate, whose saved weights are the engine's.
     """
     if verb == "lora":
         pytest.importorskip("peft")
     found = outcome(["hugging_face.py", verb], tmp_path)
+    assert [found[name]["topo"] for name in ("plain", "topo", "resumed")] == [None, 20, 10]
     plain, topo, resumed = (found[name]["losses"] for name in ("plain", "topo", "resumed"))
-    assert (found["plain"]["topo"], found["topo"]["topo"], found["resumed"]["topo"]) == (
-        None,
-        20,
-        10,
-    )
     assert len(topo) == 20 and topo[-1] < topo[0] - learned
     assert topo == pytest.approx(plain, rel=0, abs=CLOSE)
     assert resumed[:10] == topo[:10]  # the Trainer's own log, read back
     assert resumed[10:] == pytest.approx(topo[10:], rel=0, abs=CLOSE)
-
-
-@hugging_face
-def test_accelerate_trains_as_under_stock_zero3(tmp_path: Path) -> None:
-    """A saved state goes on as it would have, and saved weights are the engine's."""
-    found = outcome(["hugging_face.py", "accelerate"], tmp_path)
-    assert found["topo"] == 20 and found["losses"][-1] < found["losses"][0] - 1
-    assert found["losses"] == pytest.approx(found["plain"], rel=0, abs=CLOSE)
-    assert found["resumed"] == pytest.approx(found["losses"][10:], rel=0, abs=CLOSE)
-    assert found["saved"] == 0
 
 
 @pytest.mark.skipif(

@@ -15,25 +15,13 @@ import torch.distributed as dist
 from zero_topo.engine.agreement import gather_placements
 from zero_topo.topology import resolve_topology
 
-NAMES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "OMP_NUM_THREADS",
-)
 setting = sys.argv[2] if len(sys.argv) > 2 else "auto"
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 placements = gather_placements(torch.device("cpu"))
 topology = resolve_topology(setting, dist.get_world_size(), placements)
 seen = {
-    "env": {
-        name: os.environ.get(name)
-        for name in (*NAMES, "FI_MR_CACHE_MONITOR", "SLURM_CPU_BIND_LIST")
-    },
+    "env": dict(os.environ),
     "host": socket.gethostname(),
     "topology": topology.to_json(),
     "place": topology.coordinates(rank),

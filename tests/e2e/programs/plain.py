@@ -39,9 +39,6 @@ if __name__ == "__main__":
     meet(Path(sys.argv[2]))
     model = torch.nn.Linear(4, 4)
     config = sys.argv[1].format(rank=os.environ["RANK"])
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=config
-    )
-    print(f"trains with {type(engine.optimizer).__name__}", flush=True)
+    deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     torch.distributed.barrier()
     os._exit(0)  # torch may abort when Python ends while gloo's threads still hold tensors
