@@ -91,8 +91,8 @@ class Mlp(nn.Module):
         if whole.requires_grad:  # each rank has a part of the gradient
             whole.register_hook(partial(_sum, group=group))
         part = functional.linear(torch.tanh(self.up(whole)), self.down.weight)
-        others = _sum(part, group) - part.detach()
-        return x + part + others + self.down.bias
+        gradient = part - part.detach()  # 0: the sum has the same bits on all ranks
+        return x + _sum(part, group) + gradient + self.down.bias
 
 
 def _part(values: Tensor) -> nn.Parameter:

@@ -91,7 +91,7 @@ def test_an_edit_reaches_all_gathers() -> None:
 
     def begun() -> nn.Module:
         model = adapted()
-        model.blocks[1][1].base.weight.data *= 2  # type: ignore[index, union-attr]
+        model.blocks[1][1].base.weight.data *= 2  # type: ignore[index]
         return model
 
     run = job(CODES)

@@ -149,8 +149,8 @@ def test_an_engine_next_to_the_training_engine_of_a_module(
 def test_an_engine_without_optimizer_outlives_another_of_its_module(
     trains: bool, destroyed: int
 ) -> None:
-    """An older one, which may have trained, or a newer one: it gathers by its plan what they
-    were.
+    """The newer one or the older, which reads what it read, by its plan; after an engine that
+    trained it reads weights as they were trained.
     """
     job = Job(steps=2, zero_topo=TOPO, ds=NO_PREFETCH)
     module = job.model()
@@ -160,7 +160,7 @@ def test_an_engine_without_optimizer_outlives_another_of_its_module(
         advance(job, first, 0, job.steps)
     expected = outputs(first)
     close(pair.pop(destroyed))
-    assert on_plan(pair[0])
+    assert trains or on_plan(pair[0])
     assert torch.equal(outputs(pair[0]), expected)
     close(pair[0])
 

@@ -16,7 +16,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.commands import Run
-from tests.launching import ROOT
+from tests.data import table
 from zero_topo.config import deepspeed_problems, load_deepspeed_config
 from zero_topo.config.deepspeed_json import REFUSED_KEYS, with_environment_block
 from zero_topo.config.deepspeed_parts import TRUTHS, ZERO, on
@@ -65,7 +65,7 @@ def test_a_text_is_no_switch(name: str) -> None:
         assert [name in line for line in problems] == [True] * (value == "false")
 
 
-@pytest.mark.parametrize("config", json.loads((ROOT / "tests/data/works.json").read_text()))
+@pytest.mark.parametrize("config", table("works"))
 def test_what_works_is_refused_by_nobody(config: dict[str, Any]) -> None:
     """What Hugging Face fills in counts as absent."""
     assert deepspeed_problems(config) == []

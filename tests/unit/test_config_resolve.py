@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from tests.launching import ROOT
+from tests.data import table
 from tests.plans import resolve
 from zero_topo.config import ResolvedConfig
 from zero_topo.topology.model import Topology
 
 FLAT = Topology("flat", nodes=2, gpus_per_node=4, ranks_per_gpu=1)
-ROWS = json.loads((ROOT / "tests/data/plans.json").read_text())
+ROWS = table("plans")
 FORMATS = ("weights", "secondary", "gradients", "resident")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.data import table
 from tests.launching import ROOT
 from tests.schema import json_schema
 from zero_topo.config import (
@@ -29,7 +30,7 @@ from zero_topo.topology.placements import Placement
 CONFIGS = sorted((ROOT / "configs").glob("*.json"))
 TWINS = sorted((ROOT / "neox_configs").glob("*.yml"))
 MODELS = sorted((ROOT / "neox_configs/models").glob("*.yml"))
-STATED = json.loads((ROOT / "tests/data/configs.json").read_text())
+STATED = table("configs")
 """By the stem of a file, what it is named after: ``schemes`` (others have the stem's, null is the
 fastest for the machine), ``modes`` of sync (others are dense), ``optimizers`` (others have AdamW),
 of each of the ``papers``' runs the config with its model, and ``twins`` in

@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
 
-from tests.launching import ROOT
+from tests.data import table
 from tests.plans import FRONTIER, resolve
 from zero_topo.config.sparse_config import SparseSync
 from zero_topo.config.sync_config import SyncSettings
@@ -45,7 +44,7 @@ def test_a_mode_without_a_formula_is_an_error_not_a_zero(base: type[SyncSettings
         Odd.model_validate({"mode": "odd"})
 
 
-PAPER = json.loads((ROOT / "tests/data/paper.json").read_text())
+PAPER = table("paper")
 """Rows of the ZeRO-topo paper's tables (V to VIII) on 48 nodes of Frontier: bytes that a rank
 stores per parameter, and what it sends in each phase, in units of all weights in 16 bits, with the
 widest links. ZeRO++ sends 16 bits from its secondary copy, for which the paper counts 8.

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.commands import Run
-from tests.launching import ROOT
+from tests.data import table
 from zero_topo import doctor
 from zero_topo.doctor import FAIL, OK, WARN, Finding, examine, files, software
 from zero_topo.doctor.refusals import torch_state
@@ -59,7 +59,7 @@ def test_all_is_well_on_a_good_machine() -> None:
     assert len({finding.subject for finding in findings}) == len(findings)
 
 
-TABLE = json.loads((ROOT / "tests/data/doctor.json").read_text())
+TABLE = table("doctor")
 """What torch reports that is not well, or releases; the subject, its state, words."""
 
 

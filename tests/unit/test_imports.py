@@ -3,17 +3,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterable
 
 import pytest
 
+from tests.data import table
 from tests.house import Source, sources
 from tests.launching import ROOT, ended
 
-ROOMS = json.loads((ROOT / "tests/data/rooms.json").read_text())
+ROOMS = table("rooms")
 """A room is a module or a package below `zero_topo`, the longest name that fits.
 
 - ``may import``: what each room may import besides itself.

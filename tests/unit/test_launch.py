@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import Run
+from tests.data import table
 from tests.launching import ROOT, ended, output
 from tests.steps import step, task
 from zero_topo.launch.batch import BatchJob, script
@@ -43,13 +44,10 @@ def printed(text: str, folder: Path, **env: str) -> list[str]:
     return output(["bash"], input=text, env={"PATH": path, **env}, cwd=folder).splitlines()
 
 
-WHO = ("--account", "ABC123", "--time", "2:00:00")
-
-
 def test_the_script_for_frontier_is_this(run: Run) -> None:
     """Regenerate with: zero-topo launch slurm ... (see the words below)."""
-    words = ["--nodes", "48", "--machine", "frontier", "--account", "ABC123", "--time", "2:00:00"]
-    status, out, _ = run("launch", "slurm", *words, "--", *TRAIN)
+    words = "--nodes 48 --machine frontier --account ABC123 --time 2:00:00"
+    status, out, _ = run("launch", "slurm", *words.split(), "--", *TRAIN)
     assert status == 0
     assert out == (DATA / "frontier-48.sbatch").read_text()
 
@@ -108,14 +106,14 @@ def test_an_environment_is_unpacked_on_each_node(tmp_path: Path, run: Run) -> No
     program(packed, "python", 'echo "python of $(dirname "$0")"')
     program(packed, "conda-unpack", 'touch "$(dirname "$0")/mended"')
     output(["tar", "-czf", "env.tar.gz", "-C", "env", "."], cwd=tmp_path)
-    machine = json.loads((DATA / "half-frontier.json").read_text())
+    machine = table("launch/half-frontier")
     setting = {"use": f"NODE_DISK={disk}", "reason": "a disk", "source": "us"}
     constraint = {"use": "--constraint=nvme", "reason": "asks for it", "source": "us"}
     (tmp_path / "m.json").write_text(
         json.dumps(machine | {"disk": [setting], "disk_job": [constraint]})
     )
-    words = "launch slurm --machine m.json --nodes 2 --environment env.tar.gz"
-    status, text, _ = run(*words.split(), *WHO, "--", *TRAIN)
+    words = "--machine m.json --nodes 2 --environment env.tar.gz --account ABC123 --time 2:00:00"
+    status, text, _ = run("launch", "slurm", *words.split(), "--", *TRAIN)
     assert status == 0 and "#SBATCH --constraint=nvme" in text
     program(tmp_path, "sbcast", '[ "$1 $2" = "--force --preserve" ] && cp "$3" "$4"')
     program(tmp_path, "srun", 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"')
@@ -142,7 +140,7 @@ def test_every_preset_can_be_launched_on() -> None:
         )
 
 
-SCRIPTS = json.loads((DATA / "schedulers.json").read_text())
+SCRIPTS = table("launch/schedulers")
 """Options, and lines of the script that they make."""
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.data import table
 from tests.launching import ROOT, ended
 from tests.steps import deal, step, task
 from zero_topo.launch.env import PORT, first_host, rank_environment
@@ -36,7 +36,7 @@ def tasks(nodes: int, per_node: int, plane: int | None) -> list[dict[str, str]]:
     return [env | task(dealt, rank) for rank in range(len(dealt))]
 
 
-RANKS = json.loads((SAMPLES / "ranks.json").read_text())
+RANKS = table("launchers/ranks")
 """Launcher -> the rank, ranks, the rank on its node and ranks on it, where they are known."""
 
 

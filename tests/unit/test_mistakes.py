@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.commands import Run
+from tests.data import table
 from tests.launching import ROOT
 from tests.plans import TREE, resolve
 from zero_topo import AdamS, AgedAdamW
@@ -35,7 +36,7 @@ from zero_topo.topology.groups import Groups
 from zero_topo.topology.model import Topology
 
 DATA = ROOT / "tests/data"
-TABLE = json.loads((DATA / "mistakes.json").read_text())
+TABLE = table("mistakes")
 GOOD = TABLE["good"]
 """Kind -> what its rows change."""
 CASES = [(kind, *row) for kind, rows in TABLE["mistakes"].items() for row in rows]

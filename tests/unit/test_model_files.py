@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.data import table
 from tests.launching import ROOT
 from zero_topo.cost.model_files import MODELS, load_model
 
-PUBLISHED: dict[str, int] = json.loads((ROOT / "tests/data/published_params.json").read_text())
+PUBLISHED: dict[str, int] = table("published_params")
 """Model -> its parameters as published; gpt-neox-10b is of no published config."""
 SHAPE = '"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4'
 

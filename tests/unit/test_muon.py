@@ -5,8 +5,6 @@ the formulas to what ranks send and store.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -18,13 +16,6 @@ from zero_topo.hook.muon import orthogonalized
 LLAMA = Transformer("7b", 32, 4096, 32, 32000, 4096, 11008, gated=True, biases=False)
 
 
-@pytest.fixture(autouse=True)
-def _eager() -> Iterator[None]:
-    """DeepSpeed compiles Muon's functions, which takes minutes."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
 def test_muon_has_the_matrices_of_layers() -> None:
     """Not those of the embedding and the head, nor vectors."""
     job = Job(LLAMA, muon=True)
@@ -32,6 +23,8 @@ def test_muon_has_the_matrices_of_layers() -> None:
     assert elements == 32 * (4 * 4096**2 + 3 * 4096 * 11008)
 
 
+# DeepSpeed compiles Muon's functions, which takes minutes
+@torch.compiler.set_stance("force_eager")
 @pytest.mark.parametrize("heads", [None, 4])
 @pytest.mark.parametrize("method", ["gram", "standard"])
 def test_equal_matrices_are_one_batch(method: str, heads: int | None) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.launching import ROOT
+from tests.data import table
 from tests.steps import deal, step, task
 from zero_topo.neox import train
 from zero_topo.neox.__main__ import main
@@ -23,7 +23,7 @@ from zero_topo.neox.config import deepspeed_config, load_configs
 
 pytest.importorskip("yaml")
 
-GOOD = json.loads((ROOT / "tests/data/mistakes.json").read_text())["good"]["NeoX"]
+GOOD = table("mistakes")["good"]["NeoX"]
 
 
 def write(path: Path, content: object) -> str:

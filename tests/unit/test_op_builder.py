@@ -122,7 +122,7 @@ def test_when_the_builder_dies_another_rank_goes_on(
         fcntl.flock(builder, fcntl.LOCK_EX)
         waiting = rank.submit(jit.load, toy.recipe, 30.0)
         time.sleep(0.7)
-        assert not toy.compiles and not waiting.done()
+        assert not waiting.done()
         builder.close()
         assert waiting.result().answer == 42 and toy.compiles == 1
 

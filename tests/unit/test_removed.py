@@ -3,17 +3,16 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
-from tests.launching import ROOT
+from tests.data import table
 from tests.plans import TREE
 from zero_topo.config import ZeroTopoConfig
 from zero_topo.cost.rule import before_a_model
 
-OLD = json.loads((ROOT / "tests/data/old_configs.json").read_text())
+OLD = table("old_configs")
 """Blocks of ``configs`` and ``neox_configs`` before options went, each with the key that went."""
 
 

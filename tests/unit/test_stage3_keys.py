@@ -5,12 +5,12 @@ supported release.
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
 import pytest
 
+from tests.data import table
 from tests.documents import tables
 from tests.launching import ROOT
 from tests.unit.test_config_deepspeed import changed
@@ -20,7 +20,7 @@ from zero_topo.config.stock_keys import IGNORED, KEYS, translate
 from zero_topo.cost.job import COUNTS
 from zero_topo.versions import SUPPORTED, installed
 
-RECORDED = json.loads((ROOT / "tests/data/stage3_keys.json").read_text())
+RECORDED = table("stage3_keys")
 PAGE = (ROOT / "docs/works-with.md").read_text()
 STATED = {
     key: stated

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.commands import Run
-from tests.launching import ROOT
+from tests.data import table
 from tests.plans import printed
 from zero_topo.config.stock_keys import ZERO, switched_on
 
@@ -27,7 +27,7 @@ def stock(block: Any, **zero: Any) -> dict[str, Any]:
     return {ZERO: {"stage": 3, **zero}, "zero_topo": block}
 
 
-TRANSLATED = json.loads((ROOT / "tests/data/stock_keys.json").read_text())
+TRANSLATED = table("stock_keys")
 """Stock keys, the block next to them, which is empty if none is named, and what it becomes."""
 
 

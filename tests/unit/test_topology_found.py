@@ -18,7 +18,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests.launching import ROOT
+from tests.data import table
 from tests.steps import shape
 from zero_topo.topology import Topology, emulated, load_preset, resolve_topology
 from zero_topo.topology.devices import (
@@ -29,7 +29,7 @@ from zero_topo.topology.devices import (
 )
 from zero_topo.topology.placements import Placement, found_tree, placed
 
-DATA = json.loads((ROOT / "tests/data/machines.json").read_text())
+DATA = table("machines")
 """``devices`` with the PCI buses of a host, as amd-smi and nvidia-smi write them without the
 function, which numbers partitions; and ``machines``: hosts and how many of each there are, with
 all devices or those ``used``, and the tree or the complaint.

@@ -3,15 +3,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 
 import pytest
 
-from tests.launching import ROOT
+from tests.data import table
 from zero_topo.units import format_bytes, format_count, format_seconds
 
-WRITTEN = json.loads((ROOT / "tests/data/units.json").read_text())
+WRITTEN = table("units")
 
 
 @pytest.mark.parametrize("write", [format_bytes, format_seconds, format_count])
