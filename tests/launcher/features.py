@@ -375,7 +375,8 @@ def overflowing(zero_topo: Block) -> Result:
     def record(engine: Any, step: int) -> None:
         seen.append([float(engine.optimizer.cur_scale), engine.skipped_steps])
         seen.append(utils.safe_get_full_fp32_param(engine.module.blocks[0][1].weight))
-        read_alone(engine, step)
+        if zero_topo is not None:  # stock leaves them partitioned after a skipped step
+            read_alone(engine, step)
 
     with patch.object(get_accelerator(), "is_fp16_supported", lambda: True):
         job = small(
