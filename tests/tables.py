@@ -46,18 +46,10 @@ def place(config: ResolvedConfig, role: str) -> str:
     degree = config.plan.degrees()[role]
     if degree is None:
         return "-"
-    spec = {
-        "weights": config.weights_spec,
-        "secondary": config.secondary_spec,
-        "gradients": config.gradients_spec,
-    }
-    quantized, stored = (
-        spec.get(role),
-        " stored" if role == "weights" and config.resident_spec else "",
-    )
-    return config.topology.domain(degree) + (
-        f", {quantized.name.upper()}{stored}" if quantized else ""
-    )
+    quantized = getattr(config, f"{role}_spec", None)
+    stored = " stored" if role == "weights" and config.resident_spec else ""
+    bits = f", {quantized.name.upper()}{stored}" if quantized else ""
+    return config.topology.domain(degree) + bits
 
 
 def scheme_cells(name: str) -> list[str]:
@@ -81,11 +73,8 @@ def scheme_rows() -> list[str]:
 
 def suite_rows() -> list[str]:
     """How DeepSpeed's own tests ended, from the record committed."""
-    known, ways = (
-        json.loads(deepspeed_suite.EXPECTED.read_text()),
-        ("passed", "refused", "failed", "hung"),
-    )
-    found = known["results"].items()
+    ways = ("passed", "refused", "failed", "hung")
+    found = json.loads(deepspeed_suite.EXPECTED.read_text())["results"].items()
     return [
         row([f"`{name}`", of["when"], *(str(of.get(way, 0)) for way in ways)]) for name, of in found
     ]

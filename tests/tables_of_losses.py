@@ -52,8 +52,6 @@ def _compared(name: str, shown: Mapping[str, str]) -> list[str]:
 
 
 NODES = (8, 16, 32, 48)
-REMOVED_BITS = 4
-"""INT4 in `sync`, which the records still have."""
 
 
 def nodes_rows() -> list[str]:
@@ -77,8 +75,6 @@ def nodes_rows() -> list[str]:
     rows = []
     for scheme, by_nodes in found.items():
         sync = jobs[scheme]["block"]["sync"]
-        if sync.get("bits") == REMOVED_BITS:
-            continue
         cells = [_sync_cell(sync), jobs[scheme]["optimizer"]]
         cells += [_gap(by_nodes.get(nodes)) for nodes in NODES]
         bits = [

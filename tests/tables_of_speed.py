@@ -53,7 +53,7 @@ def cluster_rows() -> list[str]:
         for count in (1, 8):
             result, faster = found[name, count]
             sent = format_bytes(result["uplink_bytes_per_step_per_node"])
-            cells += [sent, _spread(result), faster]
+            cells += [sent, _spread(result["step_s"]), faster]
         rows.append(row(cells))
     return rows
 
@@ -65,7 +65,7 @@ def cluster_rows_in_short() -> list[str]:
         cells = [block]
         for count in (1, 8):
             result, faster = found[name, count]
-            cells += [f"{_median(result):.2f} s", faster]
+            cells += [f"{result['step_s']['median']:.2f} s", faster]
         rows.append(row(cells))
     return rows
 
@@ -96,12 +96,11 @@ def host_rows(name: str, shown: Mapping[str, str]) -> list[str]:
     for scheme, words in shown.items():
         result, faster = found[scheme, 1]
         sent = format_bytes(result["uplink_bytes_per_step_per_node"])
-        rows.append(row([words, sent, _spread(result), faster]))
+        rows.append(row([words, sent, _spread(result["step_s"]), faster]))
     return rows
 
 
-def _spread(result: Any) -> str:
-    step = result["step_s"]
+def _spread(step: Mapping[str, float]) -> str:
     return f"{step['median']:.2f} s ({step['min']:.2f} - {step['max']:.2f})"
 
 
@@ -145,20 +144,12 @@ def quantizer_rows(name: str) -> list[str]:
     return rows
 
 
-REMOVED = "INT4 sync and publish"
-"""In the names of rows that no block asks for any more."""
-
-
 def gpu_parity_rows() -> list[str]:
     """How near losses of two ranks on one GPU are to unmodified ZeRO-3's, by case, from the record
     committed.
     """
     cases = record("gpu-parity")["cases"]
-    return [
-        row([case["case"], f"{case['difference']:.1e}"])
-        for case in cases
-        if REMOVED not in case["case"]
-    ]
+    return [row([case["case"], f"{case['difference']:.1e}"]) for case in cases]
 
 
 def gpu_large_rows() -> list[str]:
@@ -167,12 +158,9 @@ def gpu_large_rows() -> list[str]:
     stock = schemes["unmodified ZeRO-3"]["tokens_per_s"]
     rows = []
     for name, found in schemes.items():
-        if REMOVED in name:
-            continue
-        step = found["step_seconds"]
-        spread = f"{step['median']:.2f} s ({step['min']:.2f} - {step['max']:.2f})"
         speed = found["tokens_per_s"]
-        rows.append(row([name, spread, f"{speed:,.0f}", f"{speed / stock:.2f}"]))
+        cells = [_spread(found["step_seconds"]), f"{speed:,.0f}", f"{speed / stock:.2f}"]
+        rows.append(row([name, *cells]))
     return rows
 
 
@@ -184,13 +172,8 @@ def gpu_h100_rows() -> list[str]:
     for name, found in record("gpu-h100")["large"]["schemes"].items():
         step = found.get("step_seconds")
         if step is not None:
-            spread = f"{step['median']:.2f} s ({step['min']:.2f} - {step['max']:.2f})"
-            rows.append(row([name, spread, f"{found['peak_bytes'] / 1e9:.1f} GB"]))
+            rows.append(row([name, _spread(step), f"{found['peak_bytes'] / 1e9:.1f} GB"]))
     return rows
-
-
-def _median(result: Any) -> float:
-    return float(result["step_s"]["median"])
 
 
 SPEEDS: Mapping[str, Callable[[], list[str]]] = MappingProxyType(

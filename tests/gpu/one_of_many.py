@@ -173,29 +173,14 @@ def compare(
     for overlap, overlap_comm in overlaps:
         ds = config("topo", 1, {"overlap_comm": overlap_comm, **zero}, **keys)
         ds["zero_topo"]["overlap"] = overlap
-        case = {
-            "dtype": dtype,
-            "zero": dict(zero),
-            "overlap": overlap,
-            "overlap_comm": overlap_comm,
-            **looked_at(ds),
-        }
+        case: dict[str, Any] = {"dtype": dtype, "zero": dict(zero), "overlap": overlap}
+        case |= {"overlap_comm": overlap_comm, **looked_at(ds)}
         first = cases[0] if cases else case
         equal = case["losses"] == first["losses"]
         finite = all(map(math.isfinite, case["losses"]))
         few = bool(zero) or (case["host_waits"] or 0) <= WAITS
-        cases.append({**case, "right": equal and finite and few})
-        shown = {
-            name: case[name]
-            for name in ("host_waits", "allocated", "peak", "left_by_offload_states")
-        }
-        verdict = (
-            f"{'equal to' if equal else 'NOT EQUAL to'} the first one's, "
-            f"{'finite' if finite else 'NOT FINITE'}"
-        )
-        print(
-            f"{dtype} {dict(zero)} {overlap=} {overlap_comm=}: losses {verdict};", shown, flush=True
-        )
+        cases.append({**case, "equal": equal, "finite": finite, "right": equal and finite and few})
+        print({key: value for key, value in cases[-1].items() if key != "losses"}, flush=True)
     return cases
 
 
@@ -205,25 +190,21 @@ def looked_at(ds: dict[str, Any]) -> dict[str, Any]:
     # The faster attentions add gradients of queries by atomics, so that two equal runs differ.
     with engine_of(model(), ds) as engine, sdpa_kernel(SDPBackend.MATH):
         losses = [step(engine, tokens) for _ in range(STEPS)]
-        memory = (
-            {"allocated": torch.cuda.memory_allocated(), "peak": torch.cuda.max_memory_allocated()}
-            if ON_GPU
-            else {}
-        )
+        memory = device_bytes() if ON_GPU else {}
         waits = own_waits(lambda: step(engine, tokens)) if ON_GPU else None
         engine.offload_states()
-        left = torch.cuda.memory_allocated() if ON_GPU else None
+        if ON_GPU:
+            memory["left_by_offload_states"] = torch.cuda.memory_allocated()
         engine.reload_states()
         losses += [step(engine, tokens) for _ in range(STEPS)]
         formulas = zero_topo.stats(engine).memory
-    stored = {
-        "allocated": None,
-        "peak": None,
-        **memory,
-        "left_by_offload_states": left,
-        "formulas": formulas,
-    }
-    return {"losses": losses, "host_waits": waits, **stored}
+    return {"losses": losses, "host_waits": waits, **memory, "formulas": formulas}
+
+
+def device_bytes() -> dict[str, int]:
+    """Of the device's memory, what is in use now and was at most."""
+    most = torch.cuda.max_memory_allocated()
+    return {"allocated": torch.cuda.memory_allocated(), "peak": most}
 
 
 def own_waits(work: Callable[[], object]) -> int:

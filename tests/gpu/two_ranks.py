@@ -70,7 +70,7 @@ LARGE_SCHEMES: dict[str, dict[str, Any] | None] = {
     "unmodified ZeRO-3": None,
     "zero3, unquantized": {"scheme": "zero3", "topology": APART, "quantize": PLAIN},
     "topo, nodes apart": {"scheme": "topo", "topology": APART},
-    "topo, INT4 sync and publish, nodes apart": {
+    "topo, quantized sync and publish, nodes apart": {
         "scheme": "topo",
         "topology": APART,
         "sync": {"mode": "quantized"},
@@ -166,7 +166,7 @@ CASES = (
     Case("paper, one node", {"scheme": "paper", "topology": PAIR}),
     Case("zero++", {"scheme": "zero++", "topology": APART}),
     Case(
-        "INT4 sync and publish",
+        "quantized sync and publish",
         {
             "scheme": "topo",
             "topology": APART,
