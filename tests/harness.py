@@ -37,7 +37,7 @@ from torch.testing._internal.distributed import multi_threaded_pg
 from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup, ret_work
 
 from benchmarks.bare import fake_world
-from tests.device import naps, on_device, synchronize
+from tests.device import on_device, synchronize
 
 R = TypeVar("R")
 
@@ -166,7 +166,7 @@ class _Ranks:
                 store=self.store,
                 timeout=timedelta(seconds=timeout),
             )
-            with on_device(), naps():
+            with on_device():
                 self.results[rank] = fn(rank, *args)
         except SystemExit:  # how a rank ends that waits for one that has failed
             self.errors.setdefault(

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zero_topo
-from tests.device import DEVICE, naps
+from tests.device import DEVICE
 from zero_topo.quant.operands import DTYPES
 
 WORLD = int(os.environ.get("WORLD_SIZE", 8))
@@ -214,8 +214,7 @@ def advance(job: Job, engine: Any, begin: int, end: int) -> list[float]:
     """Train steps ``begin .. end - 1``; losses averaged over ranks and micro-batches, one per
     step.
     """
-    with naps():
-        return [_step(job, engine, step) for step in range(begin, end)]
+    return [_step(job, engine, step) for step in range(begin, end)]
 
 
 def _step(job: Job, engine: Any, step: int) -> float:
