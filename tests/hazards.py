@@ -10,14 +10,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.launching import ROOT, ended
+
 PARTS = ("benchmarks", "csrc", "op_builder", "zero_topo", "tests", "configs", "pyproject.toml")
 
 
@@ -76,9 +76,7 @@ def passes(test: str, hazard: Hazard | None = None) -> bool:
             "no:cacheprovider",
             *words(test),
         ]
-        done = subprocess.run(
-            command, cwd=name, env=env, capture_output=True, text=True, check=False
-        )
+        done = ended(command, cwd=name, env=env)
         assert done.returncode in (0, 1), done.stdout + done.stderr  # else pytest has run no test
         return done.returncode == 0
 

@@ -109,11 +109,8 @@ def function_lines(function: Function) -> int:
 def parameters(function: Function) -> list[str]:
     """Names of the parameters a caller can give, without self, cls, *args and **kwargs."""
     arguments = function.args
-    names = [
-        argument.arg
-        for argument in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-    ]
-    return [name for name in names if name not in ("self", "cls")]
+    every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    return [argument.arg for argument in every if argument.arg not in ("self", "cls")]
 
 
 def _at_run_time(node: ast.AST) -> Iterator[ast.AST]:
@@ -129,11 +126,4 @@ def _at_run_time(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _is_type_checking(test: ast.expr) -> bool:
-    name = (
-        test.attr
-        if isinstance(test, ast.Attribute)
-        else test.id
-        if isinstance(test, ast.Name)
-        else ""
-    )
-    return name == "TYPE_CHECKING"
+    return "TYPE_CHECKING" in (getattr(test, "attr", ""), getattr(test, "id", ""))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -20,7 +19,7 @@ import venv
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.launching import ROOT
+from tests.launching import ROOT, ended
 from zero_topo import __version__
 
 NOT_RELEASED = shutil.ignore_patterns(".*", "build", "dist", "runs", "*.egg-info", "__pycache__")
@@ -84,15 +83,7 @@ class Fresh:
             "PATH": f"{self.python.parent}:{os.environ['PATH']}",
         }
         command = [str(self.python), *words]
-        done = subprocess.run(
-            command,
-            cwd=cwd or self.folder,
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
+        done = ended(command, cwd=cwd or self.folder, env=env, timeout=TIMEOUT_S)
         if done.returncode:
             raise RuntimeError(
                 f"{' '.join(words)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
@@ -161,7 +152,7 @@ class Fresh:
 def build(what: str, dist: Path, source: Path) -> None:
     """Make an sdist or a wheel; what setuptools says is shown if it fails."""
     command = [sys.executable, "-c", BUILD, f"build_{what}", str(dist)]
-    done = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
+    done = ended(command, cwd=source)
     if done.returncode:
         sys.exit(f"the {what} could not be built:\n{done.stdout}\n{done.stderr}")
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
 
-from tests.launching import ROOT, free_port
+from tests.launching import ROOT, ended, free_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "unshare", "setpriv")
 BINARIES = ("/usr/sbin", "/usr/bin", "/sbin", "/bin")
@@ -71,9 +71,7 @@ def missing() -> str | None:
     absent = [program for program in PROGRAMS if find(program) is None]
     if absent:
         return f"{', '.join(absent)} not installed (Debian: slurm-wlm, munge)"
-    done = subprocess.run(
-        ["unshare", "--uts", "--mount", "--pid", "--fork", "true"], capture_output=True, check=False
-    )
+    done = ended(["unshare", "--uts", "--mount", "--pid", "--fork", "true"])
     return "namespaces are not allowed here" if done.returncode else None
 
 
@@ -152,9 +150,7 @@ class Cluster:
 
     def run(self, *words: str) -> str:
         """Output of one of Slurm's commands."""
-        done = subprocess.run(
-            words, env=self.env, cwd=self.folder, capture_output=True, text=True, timeout=60
-        )
+        done = ended(words, env=self.env, cwd=self.folder, timeout=60)
         assert done.returncode == 0, f"{words}: {done.stderr}{self.logs()}"
         return done.stdout
 
@@ -250,13 +246,7 @@ class Cluster:
     def _wait_for_nodes(self) -> None:
         deadline = time.monotonic() + 60
         while True:
-            reported = subprocess.run(
-                ["sinfo", "-h", "-o", "%T %D"],
-                env=self.env,
-                capture_output=True,
-                text=True,
-                check=False,
-            ).stdout.split()
+            reported = ended(["sinfo", "-h", "-o", "%T %D"], env=self.env).stdout.split()
             if reported == ["idle", str(self.nodes)]:
                 return
             assert time.monotonic() < deadline, f"nodes are {reported}{self.logs()}"
@@ -289,9 +279,8 @@ def submitted(
     here: dict[str, Any] = {
         "env": {**cluster.env, "MASTER_PORT": str(free_port()), **env},
         "cwd": cluster.folder,
-        "capture_output": True,
+        "timeout": 60,
     }
-    here |= {"text": True, "timeout": 60, "check": False}
     launch = [
         sys.executable,
         "-m",
@@ -304,8 +293,8 @@ def submitted(
         "1:00:00",
         *words,
     ]
-    written = subprocess.run(launch, **here)
+    written = ended(launch, **here)
     submit = ["sbatch", "--parsable", f"--output={log}"]
-    done = subprocess.run(submit, input=written.stdout, **here)
+    done = ended(submit, input=written.stdout, **here)
     assert written.returncode == done.returncode == 0, written.stderr + done.stderr + cluster.logs()
     return done.stdout.strip()

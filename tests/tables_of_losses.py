@@ -40,15 +40,16 @@ def defaults_rows() -> list[str]:
 
 def _compared(name: str, shown: Mapping[str, str]) -> list[str]:
     results = {result["scheme"]: result for result in record(name)["results"]}
-    rows = []
-    for scheme, words in shown.items():
-        result = results[scheme]
-        cells = [words, f"{result['evaluation']['loss']:.3f}"]
-        for measure in ("last", "evaluation"):
-            difference = result[measure]["difference"]
-            cells += [f"{100 * difference['mean']:+.2f}%", f"{100 * difference['worst']:+.2f}%"]
-        rows.append(row(cells))
-    return rows
+    return [
+        row([words, f"{results[scheme]['evaluation']['loss']:.3f}", *_differences(results[scheme])])
+        for scheme, words in shown.items()
+    ]
+
+
+def _differences(result: Mapping[str, Any]) -> list[str]:
+    """From stock, in training and in evaluation: the mean over seeds, and the worst."""
+    found = [result[measure]["difference"] for measure in ("last", "evaluation")]
+    return [f"{100 * each[kind]:+.2f}%" for each in found for kind in ("mean", "worst")]
 
 
 NODES = (8, 16, 32, 48)
@@ -76,20 +77,14 @@ def nodes_rows() -> list[str]:
     for scheme, by_nodes in found.items():
         sync = jobs[scheme]["block"]["sync"]
         cells = [_sync_cell(sync), jobs[scheme]["optimizer"]]
-        cells += [_gap(by_nodes.get(nodes)) for nodes in NODES]
+        gaps = [by_nodes[nodes]["last"]["difference"]["mean"] for nodes in NODES]
+        cells += [f"{100 * gap:+.2f}%" for gap in gaps]
         bits = [
             f"{8 * by_nodes[nodes]['crossing_bytes'] / numel:.1f}"
             for nodes in (min(by_nodes), max(by_nodes))
         ]
         rows.append(row([*cells, " to ".join(dict.fromkeys(bits))]))
     return rows
-
-
-def _gap(result: Mapping[str, Any] | None) -> str:
-    if result is None:
-        return "-"
-    difference = result["last"]["difference"]
-    return f"{100 * difference['mean']:+.2f}%"
 
 
 def drift_rows(name: str) -> list[str]:

@@ -45,27 +45,19 @@ IN_SHORT = MappingProxyType(
 """Those of the README, as blocks."""
 
 
-def cluster_rows() -> list[str]:
-    """The table of the emulated cluster, with one and eight micro-batches."""
+def cluster_rows(shown: Mapping[str, str], short: bool) -> list[str]:
+    """The table of the emulated cluster, with one and eight micro-batches; in short medians and how
+    much faster.
+    """
     found, rows = _cluster(), []
-    for name, words in CLUSTER.items():
+    for name, words in shown.items():
         cells = [words]
         for count in (1, 8):
             result, faster = found[name, count]
+            step = result["step_s"]
             sent = format_bytes(result["uplink_bytes_per_step_per_node"])
-            cells += [sent, _spread(result["step_s"]), faster]
-        rows.append(row(cells))
-    return rows
-
-
-def cluster_rows_in_short() -> list[str]:
-    """Medians of some schemes, with one and eight micro-batches."""
-    found, rows = _cluster(), []
-    for name, block in IN_SHORT.items():
-        cells = [block]
-        for count in (1, 8):
-            result, faster = found[name, count]
-            cells += [f"{result['step_s']['median']:.2f} s", faster]
+            cells += [f"{step['median']:.2f} s"] if short else [sent, _spread(step)]
+            cells.append(faster)
         rows.append(row(cells))
     return rows
 
@@ -178,8 +170,8 @@ def gpu_h100_rows() -> list[str]:
 
 SPEEDS: Mapping[str, Callable[[], list[str]]] = MappingProxyType(
     {
-        "cluster": cluster_rows,
-        "cluster, short": cluster_rows_in_short,
+        "cluster": partial(cluster_rows, CLUSTER, short=False),
+        "cluster, short": partial(cluster_rows, IN_SHORT, short=True),
         "cluster, fsdp": partial(host_rows, "cluster-t8-fsdp", FSDP),
         "cluster, tensor": partial(host_rows, "cluster-t8-tensor", TENSOR),
         "quantizers": partial(quantizer_rows, "quantizers-cpu"),

@@ -8,7 +8,6 @@ during each size.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from torch import Tensor
 from benchmarks import records
 from tests.device import DEVICE, ON_GPU
 from tests.kernels.operators import Operators
+from tests.launching import output
 from zero_topo.quant import operators
 from zero_topo.quant.operands import View, from_sources, to_members, view_of
 from zero_topo.quant.spec import NF4, BlockSpec, Cast, Format
@@ -105,10 +105,7 @@ def clock() -> str:
         "--query-gpu=name,clocks.sm,clocks.mem,power.draw",
         "--format=csv,noheader",
     )
-    try:
-        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+    return output(words).strip() if ON_GPU else "unknown"
 
 
 def main(folder: Path) -> None:

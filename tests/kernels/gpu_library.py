@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +23,7 @@ import torch
 from torch.utils import cpp_extension
 
 from op_builder import jit
+from tests.launching import ended
 
 LIBRARY = "libzt_gpu.so"
 BULKY = ("*.ii", "*.cui", "*.bc", "*.cudafe*", "*.fatbin*")
@@ -94,7 +94,7 @@ def built(name: str, stages: Sequence[Sequence[Step]], source: Path, cache: Path
 
 
 def _run(step: Step, directory: Path) -> None:
-    done = subprocess.run(step.words, cwd=directory, capture_output=True, text=True, check=False)
+    done = ended(step.words, cwd=directory)
     assert done.returncode == 0, f"{' '.join(step.words)}\n{done.stdout}{done.stderr}"
     (directory / step.log).write_text(done.stdout + done.stderr)
 

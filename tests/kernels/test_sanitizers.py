@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -59,10 +58,7 @@ def built_with(name: str, compiler: str, flags: Sequence[str]) -> dict[str, str]
 
 
 def _library(name: str) -> str:
-    asked = subprocess.run(
-        ["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True
-    )
-    path = Path(asked.stdout.strip())
+    path = Path(output(["g++", f"-print-file-name={name}"]).strip())
     if not path.is_absolute():
         pytest.skip(f"g++ has no {name}")
     return str(path)

@@ -102,6 +102,8 @@ def test_saving_changes_no_lossy_training(kind: str) -> None:
 def alone(rank: int) -> int:
     """The state dict of one rank, and a copy of all ranks'."""
     model, optimizer = make({**EXACT, "sync": {"mode": "quantized"}})
+    if rank == 0:
+        get_state_dict(model, optimizer)  # by a step that only makes states
     loss_of(model, 0).backward()
     if rank == 0:
         optimizer.state_dict()
