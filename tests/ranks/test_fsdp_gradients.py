@@ -73,12 +73,10 @@ def test_what_a_pass_leaves_out_keeps_its_gradient(left_out: str) -> None:
 
 # -- states are saved in the middle of a step ------------------------------------------------------
 
-KINDS: dict[str, Any] = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}
-
 
 def lossy(rank: int, saves: bool, kind: str) -> list[float]:
     """Losses with quantized sync, quantized differences, and saves where they change nothing."""
-    model, optimizer = make(LOSSY, KINDS[kind])
+    model, optimizer = make(LOSSY, getattr(torch.optim, kind))
     losses: list[float] = []
 
     def save() -> None:
