@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import mean
 from types import MappingProxyType
 from typing import Any
 
@@ -144,13 +145,18 @@ def _means(losses: Sequence[float]) -> list[tuple[float, float]]:
 
 
 def losses(name: str, schemes: Mapping[str, str], title: str, change: str = "1e-6") -> str:
-    """Loss over the steps, and its difference from stock, of a record with one seed; ``change`` is
-    that of the initial weights of chaos.
+    """Loss over the steps, mean over seeds, and its difference from stock, of a record; ``change``
+    is that of the initial weights of chaos.
     """
-    curves = {scheme: _means(_record(name)["curves"][scheme]["0"]) for scheme in schemes}
+    found = _record(name)["curves"]
+    by_step = {scheme: zip(*found[scheme].values(), strict=True) for scheme in schemes}
+    curves = {scheme: _means(list(map(mean, steps))) for scheme, steps in by_step.items()}
+    seeds = len(found[STOCK])
     picture = Picture(title)
     source = f"benchmarks/records/{name}.json"
-    picture.heading("Training loss", f"nats per byte, means of {WINDOW} steps, one seed ({source})")
+    picture.heading(
+        "Training loss", f"nats per byte, means of {WINDOW} steps, seeds: {seeds} ({source})"
+    )
     lines = [
         Line(schemes[scheme], index, points, dashed=index > 0)
         for index, (scheme, points) in enumerate(curves.items())
@@ -183,7 +189,6 @@ def long_sparse() -> str:
     schemes |= {
         "ternary-aged": "ternary with AgedAdamW",
         "oktopk-sharded-aged-5": "Ok-Topk 5%, AgedAdamW",
-        "oktopk-warm": "Ok-Topk 5%, warm-up",
         "sync-nf4": "NF4 with feedback",
     }
     title = "Loss over 20 tokens for each parameter with sync on 8 nodes, compared with stock"

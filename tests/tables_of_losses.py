@@ -52,6 +52,18 @@ def _differences(result: Mapping[str, Any]) -> list[str]:
     return [f"{100 * each[kind]:+.2f}%" for each in found for kind in ("mean", "worst")]
 
 
+def sync_rows(name: str) -> list[str]:
+    """The table of a record of modes of sync: mode, optimizer, and how the loss differs."""
+    content = record(name)
+    jobs = {job["scheme"]: job for job in content["settings"]["jobs"]}
+    rows = []
+    for result in content["results"][1:]:
+        job = jobs[result["scheme"]]
+        sync = job["block"]["sync"] if job["block"] else {"mode": result["scheme"]}
+        rows.append(row([_sync_cell(sync), job["optimizer"], *_differences(result)]))
+    return rows
+
+
 NODES = (8, 16, 32, 48)
 
 
@@ -111,7 +123,7 @@ LOSSES: Mapping[str, Callable[[], list[str]]] = MappingProxyType(
         "formats, defaults": defaults_rows,
         "sparse, nodes": nodes_rows,
         "defaults, long": partial(drift_rows, "long-defaults"),
-        "sync, long": partial(drift_rows, "long-sparse"),
+        "sync, long": partial(sync_rows, "long-sparse"),
     }
 )
 """By the name in the page's comment: the rows that the record gives."""
