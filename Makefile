@@ -18,7 +18,7 @@ GPU_WHEELS := .gpu_wheels
 GPU_PYTHON ?= 3.12
 GPU_NEEDS := 'setuptools>=77' wheel ninja pydantic hjson msgpack einops py-cpuinfo psutil numpy tqdm rich typer \
 	matplotlib 'pytest>=9' hypothesis expecttest
-GPU_BUILT := deepspeed==0.19.8
+PINNED_DEEPSPEED := deepspeed==0.19.8
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 VENV := $(CURDIR)/.venv
@@ -70,7 +70,7 @@ $(STAMP): setup.py pyproject.toml
 	fi; \
 	$(PIP) install --quiet --no-compile torch==$(TORCH_VERSION) $${index:+--extra-index-url $$index}
 	@echo '[3/4] DeepSpeed'
-	@$(PIP) install --quiet --no-compile --no-build-isolation $(GPU_BUILT)
+	@$(PIP) install --quiet --no-compile --no-build-isolation $(PINNED_DEEPSPEED)
 	@echo '[4/4] zero_topo and the tools; what ranks would compile at first use, ours and DeepSpeed'"'"'s, beside (a minute)'
 	@rm -f $(TORCH_EXTENSIONS_DIR)/*/lock
 	@log=$$(mktemp); python -c 'from op_builder.builder import CPUBuilder; CPUBuilder().build()' >$$log.ours 2>&1 & ours=$$!; \
@@ -101,11 +101,11 @@ gpu-wheels: $(STAMP)
 	@mkdir -p $(GPU_WHEELS)
 	@$(PIP) download --quiet --only-binary=:all: --python-version $(GPU_PYTHON) --implementation cp \
 		$(foreach tag,2014 _2_17 _2_27 _2_28,--platform manylinux$(tag)_x86_64) --dest $(GPU_WHEELS) $(GPU_NEEDS)
-	@$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir $(GPU_WHEELS) $(GPU_BUILT)
+	@$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir $(GPU_WHEELS) $(PINNED_DEEPSPEED)
 	@du -sh $(GPU_WHEELS)
 
 gpu-needs:
-	@echo "$(GPU_NEEDS) $(GPU_BUILT)"
+	@echo "$(GPU_NEEDS) $(PINNED_DEEPSPEED)"
 
 # One GPU, or stand-ins on the CPU. Needs no network: without `make setup` it takes torch from $(PYTHON), and the wheels.
 # If $(PYTHON) is itself of a virtual environment, --system-site-packages would show the packages of that one's base, so
@@ -115,7 +115,7 @@ gpu-setup:
 		&& outer=$$($(PYTHON) -c 'import site; [print(f"import site; site.addsitedir({p!r})") for p in site.getsitepackages()]') \
 		&& $(PYTHON) -m venv --without-pip $(VENV) \
 		&& echo "$$outer" > $$($(VENV)/bin/python -c 'import site; print(site.getsitepackages()[0])')/outer.pth \
-		&& $(PIP) install --quiet --no-index --find-links $(GPU_WHEELS) $(GPU_NEEDS) $(GPU_BUILT) \
+		&& $(PIP) install --quiet --no-index --find-links $(GPU_WHEELS) $(GPU_NEEDS) $(PINNED_DEEPSPEED) \
 		&& $(PIP) install --quiet --no-index --no-build-isolation --no-deps -e . && touch $(GPU_STAMP); }
 
 gpu-check: gpu-setup

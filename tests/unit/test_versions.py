@@ -93,4 +93,4 @@ def test_pip_and_make_go_by_the_same_table() -> None:
     assert f'"deepspeed=={SUPPORTED["deepspeed"].pinned}"' in text
     make = (ROOT / "Makefile").read_text()
     assert f"TORCH_VERSION := {SUPPORTED['torch'].pinned}." in make
-    assert f"GPU_BUILT := deepspeed=={SUPPORTED['deepspeed'].pinned}\n" in make
+    assert f"PINNED_DEEPSPEED := deepspeed=={SUPPORTED['deepspeed'].pinned}\n" in make
