@@ -77,7 +77,7 @@ $(STAMP): setup.py pyproject.toml
 	$(PIP) install --quiet --no-compile --no-build-isolation -e '.[dev]' & tools=$$!; \
 	for op in $(DEEPSPEED_OPS); do \
 		DS_ACCELERATOR=cpu python -c "from deepspeed.accelerator import get_accelerator as a; a().create_op_builder('$$op').load(verbose=False)" \
-			>$$log 2>&1 || { tail -20 $$log; echo "$$op does not compile: are g++ and the Python headers installed?"; exit 1; }; \
+			>$$log 2>&1 || { wait; tail -20 $$log; echo "$$op does not compile: are g++ and the Python headers installed?"; exit 1; }; \
 	done; wait $$tools || exit 1; wait $$ours || { tail -20 $$log.ours; exit 1; }; rm -f $$log $$log.ours
 	@touch $@
 

@@ -189,7 +189,7 @@ class DeepSpeed:
 
     def update(self, group: int) -> None:
         """One sub-group's masters, and the weights that become of them; of the first as where
-        masters are on the host: from a copy that nobody keeps.
+        masters are on the host: from a temporary copy.
         """
         (begin, end), new = self.columns[group], self.masters[group]
         with self.engine.watched(new.view(-1), begin, 0.1):
