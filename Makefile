@@ -141,9 +141,9 @@ ops: $(STAMP)
 	@zero-topo build >/dev/null 2>&1 || true
 
 # Two workers for what runs in one process, and beside them programs and launches, which wait for each other's ranks most
-# of the time; their output comes when they end.
-test: lint unlock ops
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-workers test-programs
+# of the time, and mypy, which has one core; their output comes when they end.
+test: unlock ops
+	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target lint test-workers test-programs
 
 test-workers: ops
 	pytest $(PYTEST_ARGS) --numprocesses 2 --dist worksteal -m 'not long' tests/unit tests/ranks tests/kernels
