@@ -59,7 +59,7 @@ def of(*names: Any) -> pytest.MarkDecorator:
 
 @pytest.mark.skipif(INTERPRETED, reason="is that process")
 @pytest.mark.parametrize(
-    "which", ["test_operations and triton and (int4 or bf16)", late("")], ids=["few", "all"]
+    "which", ["test_operations and triton and int4", late("")], ids=["few", "all"]
 )
 def test_triton_in_its_interpreter(which: str) -> None:
     """The checks of this file that Triton serves, on CPU tensors."""
