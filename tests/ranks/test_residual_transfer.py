@@ -113,6 +113,7 @@ def test_the_sum_of_residuals_stays(place: str, mode: str, tmp_path: Path) -> No
         ("scape", {"select": "all"}, {"select": "run"}, "its mask was selected of other parts"),
         ("oktopk", {"sharded": False}, {"sharded": True}, ""),
         ("radius", EXACT, {**EXACT, "place": "data parallel"}, "zero-topo carry"),
+        ("radius", EXACT, {**EXACT, "numels": (270, 330)}, "zero-topo carry"),
     ],
 )
 def test_state_of_other_settings_is_not_misread(

@@ -175,7 +175,8 @@ class DeepSpeed:
                 Moment(*of, 0.9) for of in zip(begins, means, strict=True)
             ]
         if self.model.persistent:
-            self.release(self.fetch(self.model.persistent, "gather_exact"))
+            weights = self.engine.weights.gather(self.model.persistent, "gather_exact")
+            self.release(weights.wait())
         self.engine.end_step(skipped)
 
     def finish(self, phase: Phase) -> None:
@@ -218,9 +219,11 @@ def ways() -> Iterator[Any]:
 @pytest.mark.parametrize(("name", "overlap", "overlap_comm"), list(ways()))
 def test_no_race(name: str, overlap: bool, overlap_comm: bool) -> None:
     """Gathers, scatters, sync and publish of every scheme, whichever of them have streams of their
-    own: steps of two micro-batches or one, with one that is skipped, and an edit.
+    own: steps of two micro-batches or one, with one that is skipped, and an edit; with persistent
+    parameters, for which the step waits, and without.
     """
-    with job({**BLOCKS[name], "overlap": overlap}, overlap_comm) as deepspeed:
+    model = MODEL if overlap else replace(MODEL, persistent=())
+    with job({**BLOCKS[name], "overlap": overlap}, overlap_comm, model=model) as deepspeed:
         weights = deepspeed.engine.weights
         for step in range(3):
             if step != 1:
