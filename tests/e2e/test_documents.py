@@ -90,7 +90,7 @@ def test_zero_topo_commands_run(line: str, monkeypatch: pytest.MonkeyPatch, tmp_
             (benchmarks_command, 3) if line.startswith("python") else (zero_topo_command, 1)
         )
         assert program(shlex.split(line)[words:]) == 0
-    assert len(out.getvalue().splitlines()) > (0 if "--dry-run" in line else 4)
+    assert len(out.getvalue().splitlines()) > (0 if "--dry-run" in line else 2)
 
 
 @pytest.mark.parametrize("line", OF_PYTHON)
