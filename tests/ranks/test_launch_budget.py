@@ -194,11 +194,7 @@ def scan(x: Tensor, dim: int, *_: Any) -> str:
 
 def copies(x: Tensor, times: Sequence[int], *_: Any) -> str:
     """A collective can be given the same memory for all ranks."""
-    return (
-        f"{tuple(x.shape)} packed bytes, {times[0]} times"
-        if x.dtype == torch.uint8 and x.numel() > 1
-        else ""
-    )
+    return f"{tuple(x.shape)}, {times[0]} times" if x.numel() > 1 else ""
 
 
 def positions(mask: Tensor, *_: Any) -> str:
