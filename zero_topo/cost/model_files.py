@@ -26,6 +26,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -253,18 +254,19 @@ def read_modules(module: Any, name: str) -> ModuleTree:
             experts.
         name: name for output.
     """
-    config = getattr(module, "config", None)
-    if config is not None and hasattr(config, "get_text_config"):
+    config: Any = getattr(module, "config", None)
+    if hasattr(config, "get_text_config"):
         config = config.get_text_config()
     lists = _outermost_lists(module)
-    inside = {id(child) for layers in lists for child in layers.modules()}
+    # A list may have parameters of its own, as those of a parametrized weight are.
+    inside = {id(child) for layer in chain(*lists) for child in layer.modules()}
     outside = [pair for pair in module.named_modules() if id(pair[1]) not in inside]
     embeddings = [pair for pair in outside if _is_a(pair[1], "Embedding")]
     others = [pair for pair in outside if pair not in embeddings]
     chosen = max(_number(config, key) for key in CHOSEN)
     seen: set[int] = set()
     first = _read_part(module, embeddings, chosen, seen)
-    kinds: Counter[ModelPart] = Counter()
+    kinds = Counter[ModelPart]()
     for layers in lists:
         kinds.update(_read_part(layer, layer.named_modules(), chosen, seen) for layer in layers)
     last = _read_part(module, others, chosen, seen)
@@ -296,13 +298,13 @@ def shape_of(parameter: Any) -> Shape:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def _outermost_lists(module: Any) -> list[Any]:
+def _outermost_lists(module: Any) -> Iterable[Any]:
     found: dict[str, Any] = {}
     for path, child in module.named_modules():
         nested = any(path.startswith(f"{outer}.") for outer in found)
         if _is_a(child, "ModuleList") and len(child) and not nested:
             found[path] = child
-    return list(found.values())
+    return found.values()
 
 
 def _read_part(
