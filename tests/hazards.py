@@ -114,9 +114,9 @@ def pattern(text: str) -> re.Pattern[str]:
 
 def words(test: str) -> list[str]:
     """What pytest gets."""
-    kind, _, selection = test.partition(": ")
+    _, _, selection = test.partition("launcher: ")
     if not selection:
-        return [kind]
+        return [test]
     return ["tests/e2e/test_launcher_suite.py", "--launcher-ranks=4", f"--launcher-k={selection}"]
 
 
