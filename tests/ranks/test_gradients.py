@@ -47,16 +47,23 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> Begun:
     return found
 
 
-@pytest.mark.parametrize("scheme", ["ring", "two groups, ring"])
-def test_a_ring_sums_between_nodes_in_the_type_that_is_sent(scheme: str, begun: Begun) -> None:
-    """By reduce-scatters of the backend between nodes, and only by them."""
-    w = world(BLOCKS[scheme], shuffled(emulated(4, 1, 2)))
+STAGED = BLOCKS["ring"] | {"weights": 2, "gradients": 4}
+
+
+@pytest.mark.parametrize("block", [BLOCKS["ring"], BLOCKS["two groups, ring"], STAGED])
+def test_the_backend_sums_between_nodes_in_the_type_that_is_sent(
+    block: dict[str, Any], begun: Begun
+) -> None:
+    """By reduce-scatters of the backend between nodes, and only by them; a second gradient right
+    behind the first is in the sum.
+    """
+    w = world(block, shuffled(emulated(4, 1, 2)))
 
     def rank_main(rank: int) -> tuple[float, set[tuple[str, str]]]:
         engine = w.engine(torch.bfloat16, chunk=600)
-        engine.gradients.scatter(PARAM_INDICES, w.grads(rank, 0, torch.bfloat16), False)
-        engine.gradients.finish_scatter()
-        begun[engine.meter].clear()
+        halves = [grad / 2 for grad in w.grads(rank, 0, torch.bfloat16)]
+        engine.gradients.scatter(PARAM_INDICES, halves, True)
+        engine.gradients.scatter(PARAM_INDICES, halves, True)
         engine.gradients.sync()
         return error(engine, w), set(begun[engine.meter])
 
@@ -67,8 +74,7 @@ def test_a_ring_sums_between_nodes_in_the_type_that_is_sent(scheme: str, begun: 
 
 
 def test_the_second_exchange_of_a_bucket_runs_under_the_first_of_the_next(begun: Begun) -> None:
-    block = {"weights": 2, "gradients": 4, "optimizer": "world", "quantize": PLAIN}
-    w = world(block, emulated(4, 1, 2))
+    w = world(STAGED, emulated(4, 1, 2))
 
     def rank_main(rank: int) -> list[tuple[str, str]]:
         engine = w.engine()
