@@ -35,7 +35,7 @@ TORCH_EXTENSIONS_DIR := $(CURDIR)/.torch_extensions
 export PATH := $(VENV)/bin:$(PATH)
 export DS_ACCELERATOR OMP_NUM_THREADS GLOO_SOCKET_IFNAME TORCH_EXTENSIONS_DIR
 
-.PHONY: help release-check test-versions setup demo ops test test-workers test-programs test-fast test-long test-launcher test-deepspeed test-hazards test-coverage gpu-wheels gpu-needs gpu-setup gpu-check lint format docs clean distclean unlock
+.PHONY: help release-check test-versions setup demo ops test test-workers test-programs test-fast test-long test-long-workers test-long-programs test-long-launches test-launcher test-deepspeed test-hazards test-coverage gpu-wheels gpu-needs gpu-setup gpu-check lint format docs clean distclean unlock
 .DEFAULT_GOAL := help
 
 help:
@@ -151,9 +151,16 @@ test-workers: ops
 test-programs: unlock ops
 	pytest $(PYTEST_ARGS) -m 'not long' tests/e2e
 
-test-long: unlock ops
+# Each part of a quarter to half an hour, all of it also where an earlier part fails: give make the flag -k.
+test-long: test-long-workers test-long-programs test-long-launches
+
+test-long-workers: unlock ops
 	pytest $(PYTEST_ARGS) --numprocesses 2 --dist worksteal --hypothesis-profile=thorough tests/unit tests/ranks tests/kernels
+
+test-long-programs: unlock ops
 	pytest $(PYTEST_ARGS) -m long tests/e2e
+
+test-long-launches: unlock ops
 	pytest $(PYTEST_ARGS) tests/e2e/test_launcher_suite.py --launcher-ranks=8 --launcher-k=eight_ranks
 	pytest $(PYTEST_ARGS) tests/e2e/test_launcher_suite.py \
 		--launcher-k='long and not eight_ranks and not test_feature_under_scheme'
