@@ -150,7 +150,7 @@ test-workers: ops
 test-programs: unlock ops
 	pytest $(PYTEST_ARGS) -m 'not long' tests/e2e
 
-# Each part of a quarter to half an hour, all of it also where an earlier part fails: give make the flag -k.
+# Each part runs by itself too; with make's flag -k also where an earlier one fails.
 test-long: test-long-workers test-long-programs test-long-launches
 
 test-long-workers: unlock ops

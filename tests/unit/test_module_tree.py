@@ -74,6 +74,7 @@ class Live(torch.nn.Module):
         super().__init__()
         self.embedding = torch.nn.Embedding(100, 64).requires_grad_(False)
         self.layers = torch.nn.ModuleList(Block() for _ in range(3))
+        self.layers.scale = torch.nn.Parameter(torch.ones(1))
         self.experts_of_head = torch.nn.Conv1d(64, 64, 3)
         self.head = torch.nn.Linear(64, 100, bias=False)
         self.head.weight = self.embedding.weight
