@@ -268,13 +268,14 @@ void codes_apply(const at::Tensor &table, int64_t without_member, const at::Tens
           part);
 }
 
-// settings: factor of the weights, root of the second moment's correction, eps, negative learning rate.
+// settings: as in aged_adamw in quant/ops.py.
 void aged_adamw(const at::Tensor &p, const at::Tensor &g, const at::Tensor &mean, const at::Tensor &square,
                 const at::Tensor &age, const at::Tensor &table, at::ArrayRef<double> settings) {
-    TORCH_CHECK(settings.size() == 4 && table.numel() == 4 * ZT_AGES, "four settings, and as many rows of factors");
+    TORCH_CHECK(settings.size() == 6 && table.numel() == 2 * ZT_AGES, "six settings, and two rows of factors");
     const auto set = [&](size_t i) { return static_cast<float>(settings[i]); };
     const zt_aged aged = {p.data_ptr<float>(), g.data_ptr<float>(), mean.data_ptr<float>(), square.data_ptr<float>(),
-                          age.data_ptr<uint8_t>(), p.numel(), table.data_ptr<float>(), set(0), set(1), set(2), set(3)};
+                          age.data_ptr<uint8_t>(), p.numel(), table.data_ptr<float>(), set(0), set(1), set(2), set(3),
+                          set(4), set(5)};
 #ifdef ZT_FOR_GPU
     check(zt_gpu_aged_adamw(aged, OnDevice(p).stream));
 #else

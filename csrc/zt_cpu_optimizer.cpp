@@ -16,12 +16,13 @@ constexpr int64_t kTogether = 64;
 /* One element that arrives after `steps` steps. */
 void update(const zt_aged &a, int64_t i, int steps) {
     const float *const factors = a.table + steps;
-    const float g = a.g[i], share = factors[0] * g, weight = factors[ZT_AGES], change = share - a.mean[i];
-    const float left = a.square[i] * factors[2 * ZT_AGES];
-    a.mean[i] = weight < 0.5f ? std::fma(weight, change, a.mean[i]) : std::fma(weight - 1.0f, change, share);
-    a.square[i] = std::fma(factors[3 * ZT_AGES] * g, g, left);
+    const float g = a.g[i], change = g - a.mean[i];
+    const float mean = a.weight < 0.5f ? std::fma(a.weight, change, a.mean[i]) : std::fma(a.weight - 1.0f, change, g);
+    a.square[i] = std::fma(factors[ZT_AGES] * g, g, a.square[i] * factors[0]);
     const float norm = std::sqrt(a.square[i]) / a.correction + a.eps;
-    a.p[i] += a.rate * (a.mean[i] * static_cast<float>(steps)) / norm;
+    /* A sum of several steps moves the weight at once by all that is in the momentum. */
+    a.p[i] += (steps > 1 ? a.whole : a.rate) * mean / norm;
+    a.mean[i] = steps > 1 ? 0.0f : mean;
 }
 
 }  // namespace

@@ -15,17 +15,18 @@ ZT_DEVICE void zt_store_float(float *to, float value) { zt_store<uint32_t>(to, z
 /* One element that arrives after `steps` steps; factors are those of the table for as many. */
 ZT_DEVICE void zt_aged_update(const zt_aged &a, const float *factors, int steps, float g, float *p, float *mean,
                               float *square) {
-    const float share = zt_mul(factors[0], g), weight = factors[ZT_AGES], left = factors[2 * ZT_AGES];
-    const float change = zt_sub(share, *mean);
-    *mean = weight < 0.5f ? zt_fma(weight, change, *mean) : zt_fma(zt_sub(weight, 1.0f), change, share);
-    *square = zt_fma(zt_mul(factors[3 * ZT_AGES], g), g, zt_mul(*square, left));
+    const float change = zt_sub(g, *mean);
+    const float new_mean = a.weight < 0.5f ? zt_fma(a.weight, change, *mean)
+                                           : zt_fma(zt_sub(a.weight, 1.0f), change, g);
+    *square = zt_fma(zt_mul(factors[ZT_AGES], g), g, zt_mul(*square, factors[0]));
     const float norm = zt_add(zt_div(zt_sqrt(*square), a.correction), a.eps);
-    *p = zt_add(*p, zt_div(zt_mul(a.rate, zt_mul(*mean, (float)steps)), norm));
+    *p = zt_add(*p, zt_div(zt_mul(steps > 1 ? a.whole : a.rate, new_mean), norm));
+    *mean = steps > 1 ? 0.0f : new_mean;
 }
 
 ZT_KERNEL(ZT_THREADS) zt_aged_adamw_kernel(ZT_ARGUMENTS zt_aged a) {
-    __shared__ float table[4 * ZT_AGES];
-    for (int i = threadIdx.x; i < 4 * ZT_AGES; i += ZT_THREADS) table[i] = zt_load_float(a.table + i);
+    __shared__ float table[2 * ZT_AGES];
+    for (int i = threadIdx.x; i < 2 * ZT_AGES; i += ZT_THREADS) table[i] = zt_load_float(a.table + i);
     __syncthreads();
     const int64_t step = (int64_t)gridDim.x * ZT_AGED_ROUNDS * ZT_AGED_TILE;
     for (int64_t first = (int64_t)blockIdx.x * ZT_AGED_ROUNDS * ZT_AGED_TILE; first < a.n; first += step) {

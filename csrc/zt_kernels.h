@@ -113,8 +113,8 @@ typedef struct zt_aged {
     float *mean, *square;
     uint8_t *age;
     int64_t n;
-    const float *table; /* four rows of ZT_AGES factors, by steps since the last arrival: aged_adamw in quant/ops.py */
-    float decay, correction, eps, rate;
+    const float *table; /* two rows of ZT_AGES factors, by steps since the last arrival: aged_adamw in quant/ops.py */
+    float decay, correction, eps, rate, whole, weight;
 } zt_aged;
 
 /* What becomes of a sum of messages. In this order, each step one FP32 rounding: total = sum in message order;

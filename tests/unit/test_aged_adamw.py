@@ -93,10 +93,11 @@ def test_it_is_its_formula() -> None:
             if g == 0:
                 continue
             a, waited[i] = waited[i], 0
-            mean[i] = b1**a * mean[i] + (1 - b1**a) * g / a
             square[i] = b2**a * square[i] + (1 - b2**a) * g**2 / a
             norm = (square[i] / (1 - b2**t)) ** 0.5 + SETTINGS["eps"]
-            expected[i] -= SETTINGS["lr"] * a * mean[i] / (1 - b1**t) / norm
+            mean[i] = b1 * mean[i] + (1 - b1) * g
+            expected[i] -= SETTINGS["lr"] * mean[i] / (1 - b1 ** (t if a == 1 else 1)) / norm
+            mean[i] *= a == 1
     assert max(waited) > 5
     torch.testing.assert_close(w.detach(), torch.tensor(expected), atol=1e-5, rtol=1e-5)
 

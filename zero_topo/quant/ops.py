@@ -533,11 +533,11 @@ def aged_adamw(state: Sequence[Tensor], table: Tensor, settings: Sequence[float]
         state: weights, gradients, both moments, and the steps that each element has waited (uint8),
             ``[n]`` each, contiguous; all but the gradients change in place. An element has arrived
             if its gradient is not zero.
-        table: ``[4, 257]`` in the dtype of the weights, by steps since the last arrival (0: none
-            now): the mean's share of a sum, its weight in the momentum, the decay of the second
-            moment, the weight of the squared sum in it.
+        table: ``[2, 257]`` in the dtype of the weights, by steps since the last arrival (0: none
+            now): the decay of the second moment, the weight of the squared sum in it.
         settings: the factor by which all weights decay, the square root of the second moment's bias
-            correction, epsilon, and minus the learning rate over the momentum's bias correction.
+            correction, epsilon, minus the learning rate over the momentum's bias correction, the
+            same for a sum of several steps, and the weight of a gradient in the momentum.
     """
     # Kernels exist for FP32 alone.
     in_fp32 = state[0].dtype == state[1].dtype == torch.float32

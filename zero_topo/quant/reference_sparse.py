@@ -316,8 +316,8 @@ def aged_adamw(
 def _update_aged(chunk: tuple[Tensor, ...], table: Tensor, settings: Sequence[float]) -> None:
     """Update some elements, in the order of operations of ``AdamW``."""
     p, g, mean, square, age = chunk
-    share, weight, left, gain = table
-    decay, correction, eps, rate = settings
+    left, gain = table
+    decay, correction, eps, rate, whole, weight = settings
     if decay != 1:
         p *= decay
     arrived = g != 0
@@ -328,10 +328,13 @@ def _update_aged(chunk: tuple[Tensor, ...], table: Tensor, settings: Sequence[fl
     age += 1
     age.masked_fill_(arrived, 0)
     g = g.to(p.dtype)
-    mean.lerp_(share.index_select(0, steps).mul_(g), weight.index_select(0, steps))
+    waited = steps > 1
+    mean.lerp_(g, arrived.to(p.dtype) * weight)
+    change = torch.where(waited, whole * mean, rate * mean * arrived)
+    mean.masked_fill_(waited, 0)
     square *= left.index_select(0, steps)
     square.addcmul_(gain.index_select(0, steps).mul_(g), g)
     norm = square.sqrt()
     norm /= correction
     norm += eps
-    p.addcdiv_(mean * steps, norm, value=rate)
+    p += change / norm

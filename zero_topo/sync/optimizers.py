@@ -193,13 +193,15 @@ class AgedAdamW(AdamLike):
     With error feedback an element that is not selected waits in a residual, and arrives as the sum
     of its gradients since it was last sent. AdamW treats that sum as one gradient: its second
     moment then grows with the square of the wait, while its momentum has decayed. Here an element
-    whose sum ``g`` arrives after ``a`` steps (1 if it arrived in the last step too) moves as far as
-    ``a`` steps of the mean gradient ``g / a`` would have moved it:
+    whose sum ``g`` arrives after ``a`` steps (1 if it arrived in the last step too) moves by all of
+    it at once: the wait has averaged it already, and momentum would only delay it further.
 
-    1. ``m = b1 ** a * m + (1 - b1 ** a) * g / a``;
-    2. ``v = b2 ** a * v + (1 - b2 ** a) * g ** 2 / a``, because the square of a sum of ``a`` noisy
+    1. ``v = b2 ** a * v + (1 - b2 ** a) * g ** 2 / a``, because the square of a sum of ``a`` noisy
        gradients is ``a`` times as large;
-    3. ``w -= lr * a * (m / (1 - b1 ** t)) / (sqrt(v / (1 - b2 ** t)) + eps)``.
+    2. ``m = b1 * m + (1 - b1) * g``;
+    3. if ``a`` is 1, AdamW's step: ``w -= lr * m / (1 - b1 ** t) / (sqrt(v / (1 - b2 ** t)) + eps)``;
+    4. else ``w -= lr * m / (1 - b1) / (sqrt(v / (1 - b2 ** t)) + eps)``, as far as this and all
+       later steps would move it by ``m``; then ``m = 0``, so that each gradient counts once.
 
     Moments of elements that do not arrive are unchanged. All weights decay by
     ``1 - lr * weight_decay``, as in AdamW. If every element arrives in every step, the result
@@ -219,7 +221,7 @@ class AgedAdamW(AdamLike):
 
     @cached_property
     def _tables(self) -> dict[tuple[Any, ...], Tensor]:
-        """The tables of :meth:`_table` by device, dtype and betas; they are not saved with the
+        """The tables of :meth:`_table` by device, dtype and beta; they are not saved with the
         optimizer.
         """
         return {}
@@ -249,33 +251,28 @@ class AgedAdamW(AdamLike):
         rate = float(group["lr"])
         for p in params:
             state = self.state[p]
-            table = self._table(p, group["betas"])
+            table = self._table(p, b2)
             count = int(state["step"])
-            # Adam's corrections of the two moments' bias after `count` steps.
-            corrections = (1 - b2**count) ** 0.5, 1 - b1**count
+            # With Adam's corrections of both moments' bias after `count` steps.
             settings = [
                 1 - rate * group["weight_decay"],
-                corrections[0],
+                (1 - b2**count) ** 0.5,
                 group["eps"],
-                -rate / corrections[1],
+                -rate / (1 - b1**count),
+                -rate / (1 - b1),
+                1 - b1,
             ]
             parts = (p, p.grad, state["exp_avg"], state["exp_avg_sq"], state["age"])
             ops.aged_adamw(
                 [part.detach().view(-1) for part in parts if part is not None], table, settings
             )
 
-    def _table(self, p: Tensor, betas: tuple[float, float]) -> Tensor:
+    def _table(self, p: Tensor, b2: float) -> Tensor:
         """Return the table of ``ops.aged_adamw``."""
-        key = (p.device, p.dtype, *betas)
+        key = (p.device, p.dtype, b2)
         if key not in self._tables:
-            b1, b2 = betas
             # Column 0 is an element without an arrival: nothing of it changes.
             steps = range(1, OLDEST + 2)
-            rows = (
-                (0.0, *(1 / a for a in steps)),
-                (0.0, *(1 - b1**a for a in steps)),
-                (1.0, *(b2**a for a in steps)),
-                (0.0, *((1 - b2**a) / a for a in steps)),
-            )
+            rows = (1.0, *(b2**a for a in steps)), (0.0, *((1 - b2**a) / a for a in steps))
             self._tables[key] = torch.tensor(rows, dtype=p.dtype, device=p.device)
         return self._tables[key]
