@@ -144,10 +144,8 @@ def _means(losses: Sequence[float]) -> list[tuple[float, float]]:
     return means
 
 
-def losses(name: str, schemes: Mapping[str, str], title: str, change: str = "1e-6") -> str:
-    """Loss over the steps, mean over seeds, and its difference from stock, of a record; ``change``
-    is that of the initial weights of chaos.
-    """
+def losses(name: str, schemes: Mapping[str, str], title: str) -> str:
+    """Loss over the steps, mean over seeds, and its difference from stock, of a record."""
     found = _record(name)["curves"]
     by_step = {scheme: zip(*found[scheme].values(), strict=True) for scheme in schemes}
     curves = {scheme: _means(list(map(mean, steps))) for scheme, steps in by_step.items()}
@@ -163,7 +161,7 @@ def losses(name: str, schemes: Mapping[str, str], title: str, change: str = "1e-
     ]
     picture.lines(lines, "optimizer step", "{:.1f}")
     picture.heading(
-        "Difference from stock", f"chaos is stock with its initial weights changed by {change}"
+        "Difference from stock", "chaos is stock with its initial weights changed by 1e-6"
     )
     stock = dict(curves[STOCK])
     apart = []
@@ -175,24 +173,18 @@ def losses(name: str, schemes: Mapping[str, str], title: str, change: str = "1e-
     return picture.svg()
 
 
-def long_defaults() -> str:
-    """The formats of ``topo`` over 20 tokens for each parameter."""
-    schemes = {STOCK: "stock: nothing quantized", "chaos": "chaos"}
-    schemes |= {"topo": "topo: INT8 weights, NF4 gradients"}
-    title = "Loss over 20 tokens for each parameter with the formats of topo, compared with stock"
-    return losses("long-defaults", schemes, title, change="1e-3")
-
-
-def long_sparse() -> str:
-    """Sync that quantizes or leaves out, over 20 tokens for each parameter."""
-    schemes = {STOCK: "stock: nothing left out", "chaos": "chaos"}
-    schemes |= {
+def long_losses() -> str:
+    """The defaults of ``topo``, and sync that leaves out, over 20 tokens for each parameter."""
+    schemes = {
+        STOCK: "stock: nothing left out",
+        "chaos": "chaos",
+        "topo": "topo: INT8 weights, NF4 gradients",
         "ternary-aged": "ternary with AgedAdamW",
         "oktopk-sharded-aged-5": "Ok-Topk 5%, AgedAdamW",
         "sync-nf4": "NF4 with feedback",
     }
-    title = "Loss over 20 tokens for each parameter with sync on 8 nodes, compared with stock"
-    return losses("long-sparse", schemes, title)
+    title = "Loss over 20 tokens for each parameter, compared with stock"
+    return losses("long", schemes, title)
 
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -237,8 +229,7 @@ PICTURES: Mapping[str, Callable[[], str]] = MappingProxyType(
         "cluster": lambda: cluster(1),
         "cluster-8": lambda: cluster(8),
         "time": time,
-        "losses-long": long_defaults,
-        "losses-long-sparse": long_sparse,
+        "losses-long": long_losses,
         "memory": memory,
     }
 )

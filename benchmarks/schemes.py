@@ -175,7 +175,6 @@ KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
                 )
                 for name, percent, sums in (
                     ("aged-5", 5, {}),
-                    ("sharded-aged", 2, SHARDED),
                     ("sharded-aged-5", 5, SHARDED),
                 )
             ),

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from benchmarks.training_setup import TrainingSetup
-from tests.documents import ROOT, record, row
+from tests.documents import record, row
 
 FORMATS = MappingProxyType(
     {
@@ -53,15 +52,13 @@ def _differences(result: Mapping[str, Any]) -> list[str]:
 
 
 def sync_rows(name: str) -> list[str]:
-    """The table of a record of modes of sync: mode, optimizer, and how the loss differs."""
+    """The table of a record: scheme or mode of sync, optimizer, and how the loss differs."""
     content = record(name)
     jobs = {job["scheme"]: job for job in content["settings"]["jobs"]}
-    rows = []
-    for result in content["results"][1:]:
-        job = jobs[result["scheme"]]
-        sync = job["block"]["sync"] if job["block"] else {"mode": result["scheme"]}
-        rows.append(row([_sync_cell(sync), job["optimizer"], *_differences(result)]))
-    return rows
+    return [
+        row([*_cells(jobs[result["scheme"]]), *_differences(result)])
+        for result in content["results"][1:]
+    ]
 
 
 NODES = (8, 16, 32, 48)
@@ -71,59 +68,36 @@ def nodes_rows() -> list[str]:
     """The table of sync by the number of nodes: training loss against stock, and bits of a weight
     in a step.
     """
-    found: dict[str, dict[int, Mapping[str, Any]]] = {}
-    jobs: dict[str, Mapping[str, Any]] = {}
-    numel = 0
-    for nodes in NODES:
-        names = [f"sparse-nodes-{nodes}{part}" for part in ("", "-others", "-scape")]
-        for name in [*names, *(["formats-sync"] if nodes == NODES[0] else [])]:
-            if not (ROOT / f"benchmarks/records/{name}.json").exists():
-                continue
-            content = record(name)
-            numel = TrainingSetup(**content["settings"]["setup"]).parameters
-            jobs |= {job["scheme"]: job for job in content["settings"]["jobs"]}
-            for result in content["results"]:
-                if result["crossing_bytes"] is not None:
-                    found.setdefault(result["scheme"], {})[nodes] = result
+    contents = [record(f"sparse-nodes-{nodes}") for nodes in NODES]
+    numel = TrainingSetup(**contents[0]["settings"]["setup"]).parameters
+    by_nodes = [{result["scheme"]: result for result in of["results"]} for of in contents]
+    jobs = {job["scheme"]: job for job in contents[0]["settings"]["jobs"]}
     rows = []
-    for scheme, by_nodes in found.items():
-        sync = jobs[scheme]["block"]["sync"]
-        cells = [_sync_cell(sync), jobs[scheme]["optimizer"]]
-        gaps = [by_nodes[nodes]["last"]["difference"]["mean"] for nodes in NODES]
-        cells += [f"{100 * gap:+.2f}%" for gap in gaps]
-        bits = [
-            f"{8 * by_nodes[nodes]['crossing_bytes'] / numel:.1f}"
-            for nodes in (min(by_nodes), max(by_nodes))
-        ]
-        rows.append(row([*cells, " to ".join(dict.fromkeys(bits))]))
+    for scheme, job in jobs.items():
+        results = [found[scheme] for found in by_nodes if scheme in found]
+        if job["block"] and len(results) == len(NODES):
+            gaps = [f"{100 * of['last']['difference']['mean']:+.2f}%" for of in results]
+            bits = [f"{8 * of['crossing_bytes'] / numel:.1f}" for of in (results[0], results[-1])]
+            rows.append(row([*_cells(job), *gaps, " to ".join(dict.fromkeys(bits))]))
     return rows
 
 
-def drift_rows(name: str) -> list[str]:
-    """The table of one long training, from the record committed: each thousand steps."""
-    curves = {scheme: seeds["0"] for scheme, seeds in record(name)["curves"].items()}
-    rows = []
-    steps = len(curves["stock"])
-    for begin in range(0, steps, 1000):
-        end = min(begin + 1000, steps)
-        stock, *others = (statistics.mean(losses[begin:end]) for losses in curves.values())
-        shares = [f"{100 * (other / stock - 1):+.2f}%" for other in others]
-        rows.append(row([f"{begin + 1:,} to {end:,}", f"{stock:.3f}", *shares]))
-    return rows
-
-
-def _sync_cell(sync: Mapping[str, Any]) -> str:
-    """A mode and its keys, as a user writes them."""
+def _cells(job: Mapping[str, Any]) -> list[str]:
+    """The scheme, or the mode of sync and its keys, as a user writes them, and the optimizer."""
+    block = job["block"] or {}
+    sync = block.get("sync", {"mode": block.get("scheme", job["scheme"])})
     words = [f"{key} {json.dumps(value)}" for key, value in sync.items() if key != "mode"]
-    return ", ".join([f"`{sync['mode']}`", *words])
+    rate = f", rate {job['lr']:g}" if "lr" in job else ""
+    return [", ".join([f"`{sync['mode']}`", *words]), job["optimizer"] + rate]
 
 
 LOSSES: Mapping[str, Callable[[], list[str]]] = MappingProxyType(
     {
         "formats, defaults": defaults_rows,
         "sparse, nodes": nodes_rows,
-        "defaults, long": partial(drift_rows, "long-defaults"),
-        "sync, long": partial(sync_rows, "long-sparse"),
+        "losses, long": partial(sync_rows, "long"),
+        "sparse, 800 steps": partial(sync_rows, "sparse-800"),
+        "sparse, papers": partial(sync_rows, "sparse-papers"),
     }
 )
 """By the name in the page's comment: the rows that the record gives."""

@@ -15,8 +15,8 @@ from zero_topo.config import ZeroTopoConfig
 from zero_topo.topology import preset_names
 
 RECORDS = [
-    *("formats-defaults", "formats-sync"),
-    *(f"sparse-nodes-{nodes}{part}" for nodes in (8, 48) for part in ("", "-others", "-scape")),
+    *("formats-defaults", "formats-sync", "long", "sparse-800", "sparse-papers"),
+    *(f"sparse-nodes-{nodes}" for nodes in (8, 16, 32, 48)),
 ]
 
 

@@ -199,7 +199,8 @@ class AgedAdamW(AdamLike):
     1. ``v = b2 ** a * v + (1 - b2 ** a) * g ** 2 / a``, because the square of a sum of ``a`` noisy
        gradients is ``a`` times as large;
     2. ``m = b1 * m + (1 - b1) * g``;
-    3. if ``a`` is 1, AdamW's step: ``w -= lr * m / (1 - b1 ** t) / (sqrt(v / (1 - b2 ** t)) + eps)``;
+    3. if ``a`` is 1, AdamW's step:
+       ``w -= lr * m / (1 - b1 ** t) / (sqrt(v / (1 - b2 ** t)) + eps)``;
     4. else ``w -= lr * m / (1 - b1) / (sqrt(v / (1 - b2 ** t)) + eps)``, as far as this and all
        later steps would move it by ``m``; then ``m = 0``, so that each gradient counts once.
 
