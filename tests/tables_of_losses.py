@@ -98,6 +98,7 @@ LOSSES: Mapping[str, Callable[[], list[str]]] = MappingProxyType(
         "losses, long": partial(sync_rows, "long"),
         "sparse, 800 steps": partial(sync_rows, "sparse-800"),
         "sparse, papers": partial(sync_rows, "sparse-papers"),
+        "sparse, lost": partial(sync_rows, "sparse-lost"),
     }
 )
 """By the name in the page's comment: the rows that the record gives."""

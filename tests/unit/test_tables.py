@@ -15,7 +15,7 @@ from zero_topo.config import ZeroTopoConfig
 from zero_topo.topology import preset_names
 
 RECORDS = [
-    *("formats-defaults", "formats-sync", "long", "sparse-800", "sparse-papers"),
+    *("formats-defaults", "formats-sync", "long", "sparse-800", "sparse-papers", "sparse-lost"),
     *(f"sparse-nodes-{nodes}" for nodes in (8, 16, 32, 48)),
 ]
 
