@@ -185,7 +185,9 @@ class Part:
 
     def keep_synced(self, rows: Tensor) -> None:
         """Take the part of the optimizer's rows of the synced gradient."""
-        self.synced = self.columns(rows).reshape(-1)
+        own = self.columns(rows)
+        # Of several rows always a copy; `reshape` would return a view of columns one element wide.
+        self.synced = (own.clone() if self.copies > 1 else own).view(-1)
 
     def forget(self) -> None:
         """Unset ``param.grad``."""
