@@ -71,6 +71,19 @@ def test_what_a_pass_leaves_out_keeps_its_gradient(left_out: str) -> None:
     assert found == pytest.approx(expected, rel=1e-6)
 
 
+def narrow(rank: int, block: Mapping[str, Any] | None) -> list[float]:
+    """Losses of a model of which a rank stores one element of some parameters."""
+    model, optimizer = make(block, model=Net(1, 4))
+    return train(model, optimizer, range(2), 2)
+
+
+def test_a_rank_may_store_one_element_of_each_row() -> None:
+    """A second pass takes back what the first one synced."""
+    replicated = {**EXACT, "optimizer": "node"}
+    found, expected = (run_threads(4, narrow, block)[0] for block in (replicated, None))
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
 # -- states are saved in the middle of a step ------------------------------------------------------
 
 
