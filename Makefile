@@ -10,7 +10,7 @@ PYTEST_ARGS ?=
 # reached; for an AMD GPU say TORCH_INDEX=https://download.pytorch.org/whl/rocm<version>.
 TORCH_INDEX ?=
 TORCH_VERSION := 2.13.0
-# DeepSpeed ops that ranks would otherwise compile when they first need them.
+# DeepSpeed's ops that ranks of long tests, and DeepSpeed's own tests, would otherwise compile when they first need them.
 DEEPSPEED_OPS := ShareMemCommBuilder
 DEEPSPEED_TEST_OPS := FusedAdamBuilder CPUAdamBuilder
 # What the GPU's machine must have beside Python and torch; there is no wheel of DeepSpeed to download.
@@ -23,6 +23,10 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 VENV := $(CURDIR)/.venv
 STAMP := $(VENV)/.set-up
+TOOLS := $(VENV)/.tools
+# Extras of the package that go with it: the demo does without the tools of the tests, which take a core for 40 seconds.
+comma := ,
+EXTRAS := $(if $(filter demo,$(MAKECMDGOALS)),cli$(comma)plot,dev)
 GPU_STAMP := $(VENV)/.set-up-for-gpu
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 FREE_PORT = $$($(VENV)/bin/python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
@@ -35,11 +39,11 @@ TORCH_EXTENSIONS_DIR := $(CURDIR)/.torch_extensions
 export PATH := $(VENV)/bin:$(PATH)
 export DS_ACCELERATOR OMP_NUM_THREADS GLOO_SOCKET_IFNAME TORCH_EXTENSIONS_DIR
 
-.PHONY: help release-check test-versions setup demo ops test test-workers test-programs test-fast test-long test-long-workers test-long-programs test-long-launches test-launcher test-deepspeed test-hazards test-coverage gpu-wheels gpu-needs gpu-setup gpu-check lint format docs clean distclean unlock
+.PHONY: help release-check test-versions setup demo ops test test-workers test-programs test-fast test-long test-long-workers test-long-programs test-long-launches test-launcher test-deepspeed test-hazards test-coverage deepspeed-ops gpu-wheels gpu-needs gpu-setup gpu-check lint format docs clean distclean
 .DEFAULT_GOAL := help
 
 help:
-	@echo 'make demo                    train the example on 8 ranks of this CPU for 35 seconds, then print its report (ARGS="--steps 50")'
+	@echo 'make demo                    train the example on 8 ranks of this CPU for 25 seconds, then print its report (ARGS="--steps 50")'
 	@echo 'make test                    ruff, mypy and every test that does not take long'
 	@echo 'make test-long               those that do: CONTRIBUTING.md lists them by kind; more examples'
 	@echo 'make test-fast               the tests that start no launcher or compiler (unit, ranks)'
@@ -57,8 +61,9 @@ help:
 	@echo 'make setup                   only make the environment: .venv and .torch_extensions'
 	@echo 'make clean, make distclean   remove what tests and builds leave; remove the environment too'
 
-setup: $(STAMP)
+setup: $(TOOLS)
 
+# The packages and our op have one core, the bytecode of what ranks import the other: else each rank compiles it.
 $(STAMP): setup.py pyproject.toml
 	@echo '[1/4] environment in .venv'
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
@@ -71,25 +76,23 @@ $(STAMP): setup.py pyproject.toml
 	$(PIP) install --quiet --no-compile torch==$(TORCH_VERSION) $${index:+--extra-index-url $$index}
 	@echo '[3/4] DeepSpeed'
 	@$(PIP) install --quiet --no-compile --no-build-isolation $(PINNED_DEEPSPEED)
-	@echo '[4/4] zero_topo and the tools; what ranks would compile at first use, ours and DeepSpeed'"'"'s, beside (a minute)'
-	@rm -f $(TORCH_EXTENSIONS_DIR)/*/lock
-	@log=$$(mktemp); python -c 'from op_builder.builder import CPUBuilder; CPUBuilder().build()' >$$log.ours 2>&1 & ours=$$!; \
-	$(PIP) install --quiet --no-compile --no-build-isolation -e '.[dev]' & tools=$$!; \
-	for op in $(DEEPSPEED_OPS); do \
-		DS_ACCELERATOR=cpu python -c "from deepspeed.accelerator import get_accelerator as a; a().create_op_builder('$$op').load(verbose=False)" \
-			>$$log 2>&1 || { wait; tail -20 $$log; echo "$$op does not compile: are g++ and the Python headers installed?"; exit 1; }; \
-	done; wait $$tools || exit 1; wait $$ours || { tail -20 $$log.ours; exit 1; }; rm -f $$log $$log.ours
+	@echo '[4/4] zero_topo[$(EXTRAS)], and its kernels for the CPU (a minute)'
+	@log=$$(mktemp); \
+	python -c 'import zero_topo.examples.train_gpt, torch._inductor.compile_fx' >/dev/null 2>&1 & bytecode=$$!; \
+	$(PIP) install --quiet --no-compile --no-build-isolation -e '.[$(EXTRAS)]' || exit 1; \
+	python -c 'from op_builder.builder import CPUBuilder; CPUBuilder().build()' >$$log 2>&1 \
+		|| { tail -20 $$log; echo 'are g++ and the headers of Python installed?'; exit 1; }; \
+	wait $$bytecode; rm -f $$log
+	@echo $(EXTRAS) >$@
+
+$(TOOLS): $(STAMP)
+	@grep -qx dev $(STAMP) || { echo 'tools of the tests'; $(PIP) install --quiet --no-compile --no-build-isolation -e '.[dev]'; }
+	@echo dev >$(STAMP)
 	@touch $@
 
-# A launch that was killed while it loaded the compiled op leaves a lock that the next one would wait for.
-unlock: $(STAMP)
-	@rm -f $(TORCH_EXTENSIONS_DIR)/*/lock
-
-# DeepSpeed's CPU collectives leave 66 MB a rank in shared memory, under the port's name.
-demo: unlock
-	@port=$(FREE_PORT); trap "rm -f /dev/shm/deepspeed_allreduce_buffer_*_$${port}_*" EXIT; \
-	deepspeed --quiet --no_local_rank --num_accelerators $(RANKS) --master_port $$port \
-		zero_topo/examples/train_gpt.py --deepspeed_config configs/demo.json $(or $(ARGS),--seconds 35)
+demo: $(STAMP)
+	@deepspeed --quiet --no_local_rank --num_accelerators $(RANKS) --master_port $(FREE_PORT) \
+		zero_topo/examples/train_gpt.py --deepspeed_config configs/demo.json $(or $(ARGS),--seconds 25)
 	@echo
 	@echo 'You saw $(RANKS) processes train as the ranks of 2 nodes x 2 GPUs x 2 GCDs, and what each of them sent and stored.'
 	@echo 'Go on with a config of a large job, and with the plans of a model of your size:'
@@ -111,7 +114,7 @@ gpu-needs:
 # If $(PYTHON) is itself of a virtual environment, --system-site-packages would show the packages of that one's base, so
 # .venv gets the path of $(PYTHON)'s own packages, pip among them.
 gpu-setup:
-	@test -e $(STAMP) || test -e $(GPU_STAMP) || { rm -rf $(VENV) \
+	@test -e $(TOOLS) || test -e $(GPU_STAMP) || { rm -rf $(VENV) \
 		&& outer=$$($(PYTHON) -c 'import site; [print(f"import site; site.addsitedir({p!r})") for p in site.getsitepackages()]') \
 		&& $(PYTHON) -m venv --without-pip $(VENV) \
 		&& echo "$$outer" > $$($(VENV)/bin/python -c 'import site; print(site.getsitepackages()[0])')/outer.pth \
@@ -121,60 +124,66 @@ gpu-setup:
 gpu-check: gpu-setup
 	@python -m tests.gpu $(STAGE)
 
-lint: $(STAMP)
+lint: $(TOOLS)
 	ruff check .
 	mypy
 
-format: $(STAMP)
+format: $(TOOLS)
 	ruff format .
 	ruff check --fix .
 
-docs: $(STAMP)
+docs: $(TOOLS)
 	@test -x $(VENV)/bin/mkdocs || $(PIP) install --quiet --no-build-isolation -e '.[docs]'
 	@python -m benchmarks.pictures docs/pictures
 	@python -m tests.tables
 	@NO_MKDOCS_2_WARNING=1 mkdocs build --quiet --strict
 
 # After a change of csrc: compiles before the tests, which have time limits. Does nothing else.
-ops: $(STAMP)
+ops: $(TOOLS)
 	@zero-topo build >/dev/null 2>&1 || true
 
 # Two workers for what runs in one process, and beside them programs and launches, which wait for each other's ranks most
 # of the time, and mypy, which has one core; their output comes when they end.
-test: unlock ops
+test: ops
 	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target lint test-workers test-programs
 
 test-workers: ops
 	pytest $(PYTEST_ARGS) --numprocesses 2 --dist worksteal -m 'not long' tests/unit tests/ranks tests/kernels
 
-test-programs: unlock ops
+test-programs: ops
 	pytest $(PYTEST_ARGS) -m 'not long' tests/e2e
 
 # Each part runs by itself too; with make's flag -k also where an earlier one fails.
 test-long: test-long-workers test-long-programs test-long-launches
 
-test-long-workers: unlock ops
+test-long-workers: ops
 	pytest $(PYTEST_ARGS) --numprocesses 2 --dist worksteal --hypothesis-profile=thorough tests/unit tests/ranks tests/kernels
 
-test-long-programs: unlock ops
+test-long-programs: deepspeed-ops
 	pytest $(PYTEST_ARGS) -m long tests/e2e
 
-test-long-launches: unlock ops
+test-long-launches: ops
 	pytest $(PYTEST_ARGS) tests/e2e/test_launcher_suite.py --launcher-ranks=8 --launcher-k=eight_ranks
 	pytest $(PYTEST_ARGS) tests/e2e/test_launcher_suite.py \
 		--launcher-k='long and not eight_ranks and not test_feature_under_scheme'
 	python -m tests.matrix
 
+# A launch that was killed while it loaded a compiled op leaves a lock that the next one would wait for.
+deepspeed-ops: ops
+	@rm -f $(TORCH_EXTENSIONS_DIR)/*/lock
+	@for op in $(DEEPSPEED_OPS); do python -c "from deepspeed.accelerator import get_accelerator as a; \
+		a().create_op_builder('$$op').load(verbose=False)" >/dev/null || exit 1; done
+
 test-fast: ops
 	pytest $(PYTEST_ARGS) --numprocesses 2 --dist worksteal -m 'not long' tests/unit tests/ranks
 
-test-launcher: unlock ops
+test-launcher: ops
 	pytest $(PYTEST_ARGS) tests/e2e/test_launcher_suite.py --launcher-k='$(K)' --launcher-ranks=$(RANKS)
 
-test-hazards: unlock ops
+test-hazards: ops
 	python -m tests.hazards $(K)
 
-$(VENV)/bin/coverage: $(STAMP)
+$(VENV)/bin/coverage: $(TOOLS)
 	@$(PIP) install --quiet --no-build-isolation -e '.[coverage]'
 
 test-coverage: ops $(VENV)/bin/coverage
@@ -184,15 +193,14 @@ test-coverage: ops $(VENV)/bin/coverage
 		tests/e2e/test_mpi.py
 
 # DeepSpeed's tests have a time limit, in which two cores do not compile its Adam: minutes, once.
-test-deepspeed: unlock ops
-	@for op in $(DEEPSPEED_TEST_OPS); do python -c "from deepspeed.accelerator import get_accelerator as a; \
-		a().create_op_builder('$$op').load(verbose=False)" >/dev/null || exit 1; done
+test-deepspeed: DEEPSPEED_OPS += $(DEEPSPEED_TEST_OPS)
+test-deepspeed: deepspeed-ops
 	@python -m tests.deepspeed_suite '$(DIR)' $(ARGS)
 
-release-check: unlock ops
+release-check: ops
 	@python -m tests.release
 
-test-versions: unlock ops
+test-versions: ops
 	@python -m tests.versions $(K)
 
 clean:

@@ -24,7 +24,6 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -57,7 +56,7 @@ def prepare() -> None:
     torch.compiler.set_stance("force_eager")  # each rank would compile Muon's functions for minutes
     torch.optim.AdamW([torch.zeros(1)])
     select(torch.device("cpu"))
-    get_accelerator().create_op_builder("ShareMemCommBuilder").load(verbose=False)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # as in train_gpt.py
 
 
 def build_model(setup: TrainingSetup, seed: int) -> GPT:

@@ -26,7 +26,7 @@ from pathlib import Path
 # A rank would take five CPU seconds for these; DeepSpeed imports the third when it starts its first
 # engine.
 multiprocessing.set_forkserver_preload(
-    ["pytest", "deepspeed", "torch._inductor.compile_fx", "zero_topo"]
+    ["pytest", "tests.without_inference", "torch._inductor.compile_fx", "zero_topo"]
 )
 
 
