@@ -11,6 +11,7 @@ import torch
 from tests.kernels.backends import CPU, SPLIT
 from tests.kernels.golden import BITS, calm, quantized, same
 from tests.kernels.operators import Operators
+from tests.marks import often
 from zero_topo.quant.operands import DTYPES, FLOATS, View, from_sources, to_members, view_of
 from zero_topo.quant.spec import NF4, BlockSpec, Cast, Format
 
@@ -54,7 +55,7 @@ def test_nf4_of_every_bf16(backend: Operators, exponent: int) -> None:
 
 
 @split
-@dtypes
+@pytest.mark.parametrize("dtype", often((torch.bfloat16,), FLOATS), ids=str)
 @pytest.mark.parametrize(
     "spec", [BlockSpec("int8"), BlockSpec("int4", 2048), *map(Cast, DTYPES)], ids=str
 )

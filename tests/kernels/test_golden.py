@@ -97,7 +97,7 @@ def test_nothing_is_limited_by_its_number(backend: Operators) -> None:
     golden.check_many_pieces(backend, 65, 20 if INTERPRETED else 100)
 
 
-@of(*often(("wave32", "native"), HARDWARE))
+@of(*often(NATIVE, HARDWARE))
 def test_a_gpu_takes_any_number(backend: Operators) -> None:
     """Messages of 9,408 nodes, 5,000 pieces, 1,000 members."""
     golden.check_many(backend, 9408, 5000)

@@ -112,7 +112,7 @@ def test_checkpoints_are_exchanged_with_stock_zero3(
         assert largest_difference(losses, saved.losses) <= close
 
 
-@pytest.mark.parametrize("name", cores(("codes", "zero++", "aged"), RESUMED))
+@pytest.mark.parametrize("name", cores(("codes",), RESUMED))
 def test_a_resumed_run_repeats_the_unbroken_one(
     name: str, rank: int, shared_path: Path, saved_by_stock: Callable[[str], Saved]
 ) -> None:

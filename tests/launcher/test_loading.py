@@ -166,7 +166,7 @@ def damaged(saved: Saved, tmp_path: Path, file: str, harm: Harm) -> Path:
     return own
 
 
-@pytest.mark.parametrize("kind", cores(("model cut", "another step", "another residual"), KINDS))
+@pytest.mark.parametrize("kind", cores(("another step", "another residual"), KINDS))
 def test_a_damaged_file_of_one_rank_is_refused_by_all(
     kind: str, trained: Callable[[str], Trained], tmp_path: Path
 ) -> None:

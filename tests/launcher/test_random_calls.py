@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from tests.device import default_dtype
 from tests.launcher.test_loops import Break, Loops
 from tests.launcher.training import Job, batch, block, close, start, without_optimizer
+from tests.marks import core
 
 BLOCKS = (
     block("topo"),
@@ -382,8 +383,7 @@ def goes_on(until: float) -> bool:
     return bool(left)
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("first", [0, 35])
+@pytest.mark.parametrize("first", [core(0), 35])
 def test_random_calls_are_those_of_plain_pytorch(first: int, shared_path: Path) -> None:
     """A short portion, the same each time, in which faults that were found before are found again:
     tests/hazards.md.

@@ -16,7 +16,6 @@ from deepspeed.utils import safe_get_full_fp32_param
 
 from tests.launcher.features import SCALING, STEPS, overflow, zero
 from tests.launcher.training import CODES, Job, Net, block, largest_difference, run
-from tests.marks import cores
 
 
 def follow(engine: Any, step: int) -> None:
@@ -51,7 +50,7 @@ CASES: dict[str, Job] = {
 }
 
 
-@pytest.mark.parametrize("name", cores(("steps skipped",), CASES))
+@pytest.mark.parametrize("name", CASES)
 def test_codes_follow_their_masters_in_every_step(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -249,7 +249,7 @@ def cases() -> Iterator[Any]:
             continue
         if name == "tagc by sketch" and place != "data parallel":
             continue
-        often = place in ("topo", "data parallel") or name in ("radius", "scape")
+        often = place == "topo" or name == "radius"
         yield (name, place) if often else late(name, place)
 
 
