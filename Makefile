@@ -114,7 +114,8 @@ gpu-needs:
 # If $(PYTHON) is itself of a virtual environment, --system-site-packages would show the packages of that one's base, so
 # .venv gets the path of $(PYTHON)'s own packages, pip among them.
 gpu-setup:
-	@test -e $(TOOLS) || test -e $(GPU_STAMP) || { rm -rf $(VENV) \
+	@test ! -e $(STAMP) || $(MAKE) --no-print-directory $(TOOLS)
+	@test -e $(STAMP) || test -e $(GPU_STAMP) || { rm -rf $(VENV) \
 		&& outer=$$($(PYTHON) -c 'import site; [print(f"import site; site.addsitedir({p!r})") for p in site.getsitepackages()]') \
 		&& $(PYTHON) -m venv --without-pip $(VENV) \
 		&& echo "$$outer" > $$($(VENV)/bin/python -c 'import site; print(site.getsitepackages()[0])')/outer.pth \

@@ -178,10 +178,9 @@ def show_progress(first: int, step: int, total: float, words: str) -> None:
     line = f"step {step}/{total if known else '?'}  {words}"
     if sys.stdout.isatty():
         bar = "#" * int(BAR * step / total)
-        end = "\n" if step == total else ""
-        print(f"\r\x1b[K[{bar:<{BAR}}] {line}", end=end, flush=True)
+        print(f"\r\x1b[K[{bar:<{BAR}}] {line}", end="\n" * (step == total), flush=True)
         return
-    every = max(1, int(total - first) // LINES) if known else 1
+    every = int(total - first) // LINES or 1 if known else 1
     if step in (first + 1, total) or step % every == 0:
         print(line, flush=True)
 
@@ -199,8 +198,9 @@ def evaluate(run: Run) -> float:
 def main() -> None:
     """Build the model and the engine, train, evaluate, save and report."""
     behave()
-    # On CPUs: serves inference alone, and compiling it would be most of the demo's set-up
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if not torch.cuda.is_available():
+        # It serves inference alone, and compiling it would be most of the demo's set-up
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     args = parse_arguments()
     try:
         run = start(args)
