@@ -33,6 +33,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     block = {
         "topology": {"emulated": {"nodes": 2, "gpus_per_node": 1, "gcds_per_gpu": 1}},
         "scheme": "topo",
+        "weights": "world",  # with one rank a node nothing would be gathered
+        "gradients": "world",
     }
     common = [SCRIPT, *SMALL, "--data", str(folder / "text"), "--deepspeed_config"]
     config = json.loads((ROOT / "configs/demo.json").read_text())

@@ -379,9 +379,7 @@ def own_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolve, "BACKEND_ADDS", 2)
 
 
-@pytest.mark.parametrize(
-    "seeds", [SOME, late([*range(30), *range(50, 700)])], ids=["some", "many"]
-)
+@pytest.mark.parametrize("seeds", [SOME, late([*range(30), *range(50, 700)])], ids=["some", "many"])
 @pytest.mark.parametrize("holds", PROPERTIES, ids=lambda holds: holds.__name__)
 def test_property(holds: Callable[[int], None], seeds: Sequence[int]) -> None:
     for seed in seeds:

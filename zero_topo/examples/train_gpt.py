@@ -180,7 +180,7 @@ def show_progress(first: int, step: int, total: float, words: str) -> None:
         bar = "#" * int(BAR * step / total)
         print(f"\r\x1b[K[{bar:<{BAR}}] {line}", end="\n" * (step == total), flush=True)
         return
-    every = int(total - first) // LINES or 1 if known else 1
+    every = (int(total - first) // LINES or 1) if known else 1
     if step in (first + 1, total) or step % every == 0:
         print(line, flush=True)
 

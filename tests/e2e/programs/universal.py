@@ -1,8 +1,8 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""One run on two, then four, then two ranks: saved as a universal checkpoint by each, taken up by
+"""One run on two, then eight, then four ranks: saved as a universal checkpoint by each, taken up by
 the next.
 
-Usage: universal.py two | four | again DIRECTORY. Rank 0 writes DIRECTORY/<verb>.json: name of the
+Usage: universal.py two | eight | four DIRECTORY. Rank 0 writes DIRECTORY/<verb>.json: name of the
 run -> losses of its steps, and how far its weights right after the load are from those saved.
 """
 
@@ -29,7 +29,7 @@ from zero_topo.leaving import leave
 from zero_topo.quant import spec
 
 spec.BLOCK = 64  # layers are small
-STEPS = {"two": (0, 2), "four": (2, 4), "again": (4, 6)}
+STEPS = {"two": (0, 2), "eight": (2, 4), "four": (4, 6)}
 """The steps that each number of ranks takes."""
 MICRO_BATCHES = 8
 SPARSE = {"mode": "oktopk", "density": 0.05}
@@ -105,7 +105,7 @@ def run(
 
 def refused(directory: Path) -> dict[str, Any]:
     """The checkpoint of other ranks as it is: each rank's error, and whether weights stayed."""
-    with running(job(on("2x1x2", "topo"), SMALL_SUB_GROUPS)) as engine:
+    with running(job(on("2x2x2", "topo"), SMALL_SUB_GROUPS)) as engine:
         before = weights(engine)
         with pytest.raises(ValueError, match="") as error:
             engine.load_checkpoint(str(directory), tag="half-way")
@@ -139,26 +139,26 @@ def two(directory: Path) -> dict[str, Any]:
     run(on("2x1x1", "topo", sync=SPARSE), SMALL_SUB_GROUPS, then=sparse)
     all_of_it = on("2x1x1", "topo", sync=ALL_OF_IT)
     return {
-        "unbroken": run(None, SMALL_SUB_GROUPS, steps=(0, STEPS["again"][1])),
+        "unbroken": run(None, SMALL_SUB_GROUPS, steps=(0, STEPS["four"][1])),
         # on the same ranks, from the ordinary checkpoint: each rank gets its own residual back
-        "sends all": run(all_of_it, SMALL_SUB_GROUPS, sparse, steps=STEPS["four"], tag="half-way"),
+        "sends all": run(all_of_it, SMALL_SUB_GROUPS, sparse, steps=STEPS["eight"], tag="half-way"),
+    }
+
+
+def eight(directory: Path) -> dict[str, Any]:
+    """What two ranks left, on three levels; one run goes on to four ranks."""
+    dense, sparse = directory / "two/dense", directory / "two/sparse"
+    return {
+        "topo": run(on("2x2x2", "topo"), source=dense, then=directory / "eight/dense"),
+        "refused": refused(dense),
+        "sends all": run(on("2x2x2", "topo", sync=ALL_OF_IT), source=sparse),
     }
 
 
 def four(directory: Path) -> dict[str, Any]:
-    """What two ranks left; one run goes on to two ranks again."""
-    dense, sparse = directory / "two/dense", directory / "two/sparse"
-    return {
-        "topo": run(on("2x1x2", "topo"), source=dense, then=directory / "four/dense"),
-        "refused": refused(dense),
-        "sends all": run(on("2x1x2", "topo", sync=ALL_OF_IT), source=sparse),
-    }
-
-
-def again(directory: Path) -> dict[str, Any]:
-    """What four ranks left; the last two without optimizer states."""
-    source = directory / "four/dense"
-    hsdp = on("1x1x2", "hsdp")
+    """What eight ranks left; the last two without optimizer states."""
+    source = directory / "eight/dense"
+    hsdp = on("2x1x2", "hsdp")
     stock: dict[str, Any] = {"checkpoint": {"load_universal": True}}
     return {
         "hsdp": run(hsdp, source=source),
@@ -171,7 +171,7 @@ def again(directory: Path) -> dict[str, Any]:
 if __name__ == "__main__":
     gc.freeze()  # torch's modules: engines collect garbage often
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
-    verbs: dict[str, Callable[[Path], dict[str, Any]]] = {"two": two, "four": four, "again": again}
+    verbs: dict[str, Callable[[Path], dict[str, Any]]] = {"two": two, "eight": eight, "four": four}
     found = verbs[sys.argv[1]](Path(sys.argv[2]))
     if dist.get_rank() == 0:
         Path(sys.argv[2], f"{sys.argv[1]}.json").write_text(json.dumps(found))
