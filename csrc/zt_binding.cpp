@@ -3,10 +3,10 @@
 // The C interface as kernels of torch's operators (schemas: zero_topo/quant/operators.py): the only file that knows torch.
 // Compiled with the CPU kernels it splits the work among torch's threads; with ZT_FOR_GPU it launches on torch's current
 // stream, and needs no CUDA header. What the kernels refuse becomes a RuntimeError.
-#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
-#include <torch/csrc/utils/pybind.h>
+#include <pybind11/pybind11.h>
 #include <torch/library.h>
 #include <torch/version.h>
 
@@ -309,7 +309,7 @@ at::Tensor count_above(const at::Tensor &x, double threshold) {
 at::Tensor compact_above(const at::Tensor &x, double threshold, const at::Tensor &indices, const at::Tensor &values) {
     const auto counts = chunk_counts(x, threshold);
     const auto ends = counts.cumsum(0);
-    const auto offsets = (ends - counts).contiguous();
+    const auto offsets = ends.sub(counts).contiguous();
     check(zt_gpu_compact_above(x.data_ptr(), dtype_of(x), x.numel(), static_cast<float>(threshold),
                                offsets.data_ptr<int64_t>(), indices.numel(), indices.data_ptr<int64_t>(),
                                values.data_ptr(), OnDevice(x).stream));
@@ -322,7 +322,7 @@ void sketch_insert(const at::Tensor &x, int64_t seed, const at::Tensor &sketch) 
 }
 
 at::Tensor sketch_peel(const at::Tensor &sketch, const at::Tensor &bits, int64_t seed, const at::Tensor &out) {
-    auto left = at::zeros({1}, out.options().dtype(at::kLong));
+    auto left = at::empty({1}, out.options().dtype(at::kLong)).zero_();
     auto work = at::empty({zt_gpu_sketch_work(out.numel(), sketch.size(0))}, out.options().dtype(at::kByte));
     check(zt_gpu_sketch_peel(sketch.data_ptr<float>(), bits.data_ptr<uint8_t>(), out.numel(), seed, sketch.size(0),
                              out.data_ptr<float>(), work.data_ptr(), left.data_ptr<int64_t>(), OnDevice(out).stream));
@@ -361,7 +361,7 @@ std::vector<int64_t> chunk_counts(const at::Tensor &x, float threshold) {
     return counts;
 }
 
-at::Tensor number(int64_t value) { return at::full({1}, value, at::kLong); }
+at::Tensor number(int64_t value) { return at::empty({1}, at::kLong).fill_(value); }
 
 at::Tensor count_above(const at::Tensor &x, double threshold) {
     const auto counts = chunk_counts(x, static_cast<float>(threshold));
