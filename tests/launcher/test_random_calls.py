@@ -373,7 +373,7 @@ def search(first: int, count: int, folder: Path, goes_on: Callable[[], bool]) ->
     return done
 
 
-PARTS, SECONDS = 5, 180.0
+PARTS, SECONDS = 5, 36.0
 
 
 def goes_on(until: float) -> bool:
@@ -393,7 +393,7 @@ def test_random_calls_are_those_of_plain_pytorch(first: int, shared_path: Path) 
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_more_random_calls(part: int, shared_path: Path) -> None:
-    """A quarter of an hour in all; each part has engines of its own."""
+    """Three minutes in all; each part has engines of its own."""
     assert (
         search(
             10_000 * (part + 1), 10_000, shared_path, partial(goes_on, time.monotonic() + SECONDS)
