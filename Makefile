@@ -63,7 +63,8 @@ help:
 
 setup: $(TOOLS)
 
-# The packages and our op have one core, the bytecode of what ranks import the other: else each rank compiles it.
+# The packages, and GPU kernels that tests run on the CPU, have one core; the other has the bytecode of what ranks import,
+# which else each of them compiles, and our op.
 $(STAMP): setup.py pyproject.toml
 	@echo '[1/4] environment in .venv'
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
@@ -78,11 +79,12 @@ $(STAMP): setup.py pyproject.toml
 	@$(PIP) install --quiet --no-compile --no-build-isolation $(PINNED_DEEPSPEED)
 	@echo '[4/4] zero_topo[$(EXTRAS)], and its kernels for the CPU (a minute)'
 	@log=$$(mktemp); \
-	python -c 'import zero_topo.examples.train_gpt, torch._inductor.compile_fx' >/dev/null 2>&1 & bytecode=$$!; \
+	{ python -c 'import zero_topo.examples.train_gpt, torch._inductor.compile_fx' >/dev/null 2>&1; \
+	python -c 'from op_builder.builder import CPUBuilder; CPUBuilder().build()' >$$log 2>&1; } & kernels=$$!; \
 	$(PIP) install --quiet --no-compile --no-build-isolation -e '.[$(EXTRAS)]' || exit 1; \
-	python -c 'from op_builder.builder import CPUBuilder; CPUBuilder().build()' >$$log 2>&1 \
-		|| { tail -20 $$log; echo 'are g++ and the headers of Python installed?'; exit 1; }; \
-	wait $$bytecode; rm -f $$log
+	test $(EXTRAS) != dev || python -c 'from op_builder import source_dir; from tests.kernels.gpu_library import bound; \
+		bound(source_dir())' >/dev/null 2>&1; \
+	wait $$kernels || { tail -20 $$log; echo 'are g++ and the headers of Python installed?'; exit 1; }; rm -f $$log
 	@echo $(EXTRAS) >$@
 
 $(TOOLS): $(STAMP)
