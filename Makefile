@@ -24,6 +24,7 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 VENV := $(CURDIR)/.venv
 STAMP := $(VENV)/.set-up
 TOOLS := $(VENV)/.tools
+KERNELS := $(VENV)/.kernels
 # Extras of the package that go with it: the demo does without the tools of the tests, which take a core for 40 seconds.
 comma := ,
 EXTRAS := $(if $(filter demo,$(MAKECMDGOALS)),cli$(comma)plot,dev)
@@ -64,7 +65,7 @@ help:
 setup: $(TOOLS)
 
 # The packages, and GPU kernels that tests run on the CPU, have one core; the other has the bytecode of what ranks import,
-# which else each of them compiles, and our op.
+# which else each of them compiles, our op, and the bytecode of the tests.
 $(STAMP): setup.py pyproject.toml
 	@echo '[1/4] environment in .venv'
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
@@ -80,11 +81,13 @@ $(STAMP): setup.py pyproject.toml
 	@echo '[4/4] zero_topo[$(EXTRAS)], and its kernels for the CPU (a minute)'
 	@log=$$(mktemp); \
 	{ python -c 'import zero_topo.examples.train_gpt, torch._inductor.compile_fx' >/dev/null 2>&1; \
-	python -c 'from op_builder.builder import CPUBuilder; CPUBuilder().build()' >$$log 2>&1; } & kernels=$$!; \
+	python -c 'from op_builder.builder import CPUBuilder; CPUBuilder().build()' >$$log 2>&1 || exit 1; \
+	test $(EXTRAS) != dev || pytest --collect-only tests >/dev/null 2>&1; true; } & kernels=$$!; \
 	$(PIP) install --quiet --no-compile --no-build-isolation -e '.[$(EXTRAS)]' || exit 1; \
 	test $(EXTRAS) != dev || python -c 'from op_builder import source_dir; from tests.kernels.gpu_library import bound; \
 		bound(source_dir())' >/dev/null 2>&1; \
 	wait $$kernels || { tail -20 $$log; echo 'are g++ and the headers of Python installed?'; exit 1; }; rm -f $$log
+	@touch $(KERNELS)
 	@echo $(EXTRAS) >$@
 
 $(TOOLS): $(STAMP)
@@ -141,9 +144,13 @@ docs: $(TOOLS)
 	@python -m tests.tables
 	@NO_MKDOCS_2_WARNING=1 mkdocs build --quiet --strict
 
-# After a change of csrc: compiles before the tests, which have time limits. Does nothing else.
+# After a change of csrc: compiles before the tests, which have time limits.
 ops: $(TOOLS)
+	@$(MAKE) --no-print-directory --silent $(KERNELS)
+
+$(KERNELS): $(wildcard csrc/* op_builder/*.py)
 	@zero-topo build >/dev/null 2>&1 || true
+	@touch $@
 
 # Two workers for what runs in one process, and beside them programs and launches, which wait for each other's ranks most
 # of the time, and mypy, which has one core; their output comes when they end.
