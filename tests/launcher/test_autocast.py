@@ -80,7 +80,7 @@ def listed(norms: bool) -> dict[str, Any]:
     [
         core("topo", "bfloat16", 0, True),
         ("topo", "bfloat16", 30, False),
-        ("weights everywhere", "bfloat16", 0, False),
+        ("weights everywhere", "bfloat16", 0, True),
         ("captured secondary", "bfloat16", 0, True),
         ("hsdp", "bfloat16", 0, False),
         ("topo", "float16", 0, False),
