@@ -41,7 +41,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "quantized": block("topo", quantize={}, sync={"mode": "quantized"}),
 }
 # The first gradient of the inner pass fills a bucket, so DeepSpeed reduces it in that pass.
-SMALL = {"zero_optimization": {"reduce_bucket_size": 200}}
+SMALL = {"zero_optimization": {"reduce_bucket_size": 100}}
 LAST = -1
 
 
@@ -278,7 +278,7 @@ def tiled(engine: Any, x: Tensor, y: Tensor) -> Tensor:
 
 def test_gradients_of_an_inner_pass_cross_nodes_once() -> None:
     """DeepSpeed's flag of the last micro-batch is then that of the backward pass before it."""
-    job = Job(Loops, BLOCKS["topo"], steps=2, loss=tiled, ds=SMALL)
+    job = Job(Loops, BLOCKS["topo"], steps=2, micro_batches=2, loss=tiled, ds=SMALL)
     sent = []
     for inner in (True, False):
         with running(job) as engine:

