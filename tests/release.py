@@ -22,7 +22,9 @@ from pathlib import Path
 from tests.launching import ROOT, ended
 from zero_topo import __version__
 
-NOT_RELEASED = shutil.ignore_patterns(".*", "build", "dist", "runs", "*.egg-info", "__pycache__")
+NOT_RELEASED = shutil.ignore_patterns(
+    ".*", "build", "dist", "runs", "site", "*.egg-info", "__pycache__"
+)
 QUICK = (
     "plan",
     "config_parse",

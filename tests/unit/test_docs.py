@@ -96,7 +96,7 @@ def test_ci_runs_the_readmes_command() -> None:
     """CI runs what the README tells a stranger to run, the docs and the check of what is
     released.
     """
-    script = ROOT / ".ci" / "run"
+    script = ROOT / ".ci/run"
     assert os.access(script, os.X_OK)
     assert {"make test", "make --jobs 2 --output-sync=target docs release-check"} <= {
         *script.read_text().splitlines()
